@@ -1,0 +1,102 @@
+"""Settings of the GRPO update and the batch arithmetic that goes with them. No heavy library is imported here."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, TypeVar
+
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GRPOConfig:
+    """Section `grpo_config`: the update."""
+
+    batch_size: int = 8
+    """Prompts per optimizer step, over the whole job."""
+    minibatch_size: int = 1
+    """Prompts per call of `step` and training rank."""
+    num_update_per_episode: int | None = None
+    """Weight updates per pass over the prompts; null uses as many prompts as fill whole updates."""
+    num_generations: int | None = None
+    """Completions per prompt; null takes rollout.num_generations, anything else must equal it."""
+    temperature: float | None = None
+    """Of the sampler; null takes rollout.temperature, anything else must equal it."""
+    clip_low: float = 0.2
+    """Ratios below 1 - clip_low get no gradient where the advantage is negative."""
+    clip_high: float = 0.2
+    """Ratios above 1 + clip_high get no gradient where the advantage is positive."""
+    beta: float = 0.0
+    """Weight of the KL term (k3) that holds the policy to the model it started from; 0 loads no second model."""
+    scale_rewards: bool = True
+    """Divide centred rewards by their group's standard deviation."""
+    lr: float = 1e-6
+    """Peak learning rate."""
+    warmup_steps: int = 0
+    """Optimizer steps over which the learning rate rises to its peak."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls from its peak to 0 at the last optimizer step; constant does not."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    max_tokens_per_microbatch: int = 16384
+    """Tokens of one forward and backward pass, padding included; a single longer row passes alone."""
+    layout: Literal["shared_prefix", "padded"] = "shared_prefix"
+    """`shared_prefix` computes a group's prompt once (sdpa attention only); `padded` is one row per completion."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "minibatch_size", "max_tokens_per_microbatch", "num_update_per_episode"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"grpo_config.{name} must be at least 1, got {value}")
+        for name in ("beta", "lr", "warmup_steps", "weight_decay", "clip_high"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"grpo_config.{name} must be at least 0, got {getattr(self, name)}")
+        if not 0 <= self.clip_low <= 1:
+            raise ValueError(f"grpo_config.clip_low must lie between 0 and 1, got {self.clip_low}")
+        if self.schedule not in ("constant", "linear", "cosine"):
+            raise ValueError(f"grpo_config.schedule must be constant, linear or cosine, got {self.schedule!r}")
+
+
+def groups_per_update(num_producers: int, num_recv_per_update: int | None, batch_size: int) -> int:
+    """Groups per weight update over all engines (U). Raises ValueError when U is no multiple of `batch_size`."""
+    if num_recv_per_update is None:
+        return batch_size
+    groups = num_producers * num_recv_per_update
+    if groups % batch_size:
+        raise ValueError(
+            f"engines x rollout.num_recv_per_update must be a multiple of grpo_config.batch_size = {batch_size}, "
+            f"got {num_producers} x {num_recv_per_update} = {groups}"
+        )
+    return groups
+
+
+def check_batch(batch_size: int, minibatch_size: int, num_trainers: int) -> None:
+    """Raises ValueError when an optimizer step's prompts do not divide into equal calls of `step` on every trainer."""
+    if batch_size % (num_trainers * minibatch_size):
+        raise ValueError(
+            f"grpo_config.batch_size must be a multiple of training ranks x grpo_config.minibatch_size "
+            f"= {num_trainers} x {minibatch_size}, got {batch_size}"
+        )
+
+
+def as_config(kind: type[Config], given: dict[str, Any] | Config, section: str) -> Config:
+    """A dictionary as the section's dataclass; raises ValueError for a key that it does not have."""
+    if isinstance(given, kind):
+        return given
+    assert isinstance(given, dict), f"{section} must be a dict or a {kind.__name__}, got {type(given).__name__}"
+    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
+            raise ValueError(f"{section} has no key {key!r}; the nearest is {near!r}")
+    return kind(**given)
+
+
+def with_arguments(given: dict[str, Any] | GRPOConfig, **arguments: Any) -> GRPOConfig:
+    """The section with the constructor's own arguments in it; what a dict states in both places must be equal."""
+    stated = given if isinstance(given, dict) else {}
+    for name, value in arguments.items():
+        if stated.get(name) not in (None, value):
+            raise ValueError(f"grpo_config.{name} is {stated[name]}, but {name} is {value}: they must agree")
+    return replace(as_config(GRPOConfig, given, "grpo_config"), **arguments)

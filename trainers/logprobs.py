@@ -1,0 +1,79 @@
+"""Log-probs of given tokens under a causal language model, without ever holding all logits.
+
+R lines of N tokens go through the layers; only the M positions that predict a sampled token see the LM head. H hidden
+size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+# Tokens whose logits exist at the same time: some 600 MB in float32 for a vocabulary of 150,000.
+CHUNK_TOKENS = 1024
+
+
+def log_probs_and_entropy(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target ([M] int64) and entropy in nats under softmax(logits / temperature); logits are [M, V].
+
+    Both are [M] float32, whatever the logits' type; the entropy carries no gradient.
+    """
+    all_log_probs = torch.log_softmax(logits.float() / temperature, dim=-1)  # [M, V]
+    log_probs = all_log_probs.gather(-1, targets[:, None]).squeeze(-1)
+    # Last, because a checkpoint's second run stops at the last value that backward needs: the entropy is paid for once.
+    entropy = torch.special.entr(all_log_probs.detach().exp()).sum(dim=-1)
+    return log_probs, entropy
+
+
+class LogProbModel(nn.Module):
+    """A causal language model whose forward gives log-probs: the module to wrap for data-parallel training.
+
+    The head has to run inside this forward: a data-parallel wrapper prepares gradients for its own forward alone.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor,
+        predict: Tensor,
+        targets: Tensor,
+        temperature: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies ([M] float32 each) of `targets` ([M]) under softmax(logits / temperature).
+
+        `input_ids` and `position_ids` are [R, N]; `attention_mask` is [R, N] for ordinary causal lines or [R, 1, N, N]
+        bool, True where a token may look. `predict` ([M]) are the places in R*N whose hidden states predict the
+        targets. With M = 0 the results are empty, and backward through their sum gives every parameter zeros.
+        """
+        assert attention_mask.dim() == 2 or self.model.config._attn_implementation == "sdpa", (
+            "a mask of who may look where needs sdpa: other attentions refuse it or add it to the scores"
+        )
+        lines = self.model.get_decoder()(
+            input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False
+        )
+        hidden = lines.last_hidden_state.flatten(0, 1)[predict]  # [M, H]
+        chunks = list(zip(hidden.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True))
+        if len(chunks) == 1:
+            return self._score(hidden, targets, temperature)
+        # Backward computes each chunk's logits again instead of keeping them all; nothing in there is random.
+        scored = [
+            checkpoint(self._score, *chunk, temperature, use_reentrant=False, preserve_rng_state=False)
+            for chunk in chunks
+        ]
+        log_probs, entropy = zip(*scored, strict=True)
+        return torch.cat(log_probs), torch.cat(entropy)
+
+    def _score(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        head = self.model.get_output_embeddings()
+        # Autocast would round float32 weights and logits to bf16, an error of percents in the ratio. A head whose
+        # weights are bf16 multiplies in bf16 all the same: the sampler's head rounds its logits just so, and a float32
+        # copy of the weights would cost 4*V*H bytes. The division and the softmax are float32 either way.
+        with torch.autocast(hidden.device.type, enabled=False):
+            return log_probs_and_entropy(head(hidden.to(head.weight.dtype)), targets, temperature)
