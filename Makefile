@@ -37,7 +37,7 @@ $(INSTALLED): setup.cfg overrides.txt
 	$(if $(OTHER_DEVICE),rm -rf .venv)
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet uv
-	@$(if $(index_url),UV_DEFAULT_INDEX='$(index_url)') UV_FIND_LINKS='$(find_links)' $(BIN)/uv pip install --python $(BIN)/python --override overrides.txt -e '.[$(DEVICE),dev]'
+	@$(if $(index_url),UV_DEFAULT_INDEX='$(index_url)') UV_FIND_LINKS='$(find_links)' $(BIN)/uv pip install --compile-bytecode --python $(BIN)/python --override overrides.txt -e '.[$(DEVICE),dev]'
 	touch $@
 
 models/smollm2/config.json models/tiny/config.json &: | $(INSTALLED)

@@ -43,7 +43,7 @@ def read_launcher(environ: Mapping[str, str]) -> Launch:
         return _read_srun(environ)
     if "SLURM_JOB_ID" in environ:
         raise ValueError(
-            "this is the batch script itself, not a step of it (SLURM_STEP_ID is not set): put `srun` before the command"
+            "this is the batch script itself, not a step of it (no SLURM_STEP_ID): put `srun` before the command"
         )
     raise ValueError(f"no launcher set RANK: {HOW_TO_START}")
 
@@ -53,9 +53,10 @@ def _read_torchrun(environ: Mapping[str, str]) -> Launch:
     if not 0 <= rank < world_size:
         raise ValueError(f"RANK must lie between 0 and WORLD_SIZE - 1, got RANK={rank} and WORLD_SIZE={world_size}")
     per_node = _number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else world_size
-    if "LOCAL_WORLD_SIZE" in environ and rank % per_node != local_rank:
+    if "LOCAL_WORLD_SIZE" in environ and (world_size % per_node or rank % per_node != local_rank):
         raise ValueError(
-            f"every node must run the same number of ranks: RANK={rank}, LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={per_node}"
+            f"every node must run the same number of ranks: RANK={rank}, WORLD_SIZE={world_size}, "
+            f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={per_node}"
         )
     return Launch(
         rank=rank,
@@ -110,7 +111,7 @@ def _task_nodes(environ: Mapping[str, str], world_size: int, num_hosts: int) -> 
 
 
 def expand_hosts(nodelist: str) -> list[str]:
-    """Host names of a SLURM node list such as `node[01-03,07],login1`, in order. Raises ValueError if it is malformed."""
+    """Host names of a SLURM node list such as `node[01-03,07],login1`, in order. Raises ValueError if malformed."""
     hosts: list[str] = []
     for item in _split_outside_brackets(nodelist):
         hosts += _expand_item(item, nodelist)

@@ -221,7 +221,12 @@ def _make_groups(rank: int, seats: list[Seat], device: torch.device) -> tuple[To
     return topology, role_groups[0 if seat.role == "trainer" else 1 + seat.engine]
 
 
-def disconnect(topology: Topology) -> None:
-    """Leave together: nobody closes a connection that another rank still reads from."""
+def meet(topology: Topology) -> None:
+    """Wait for every rank of the job: nobody closes a connection that another rank still reads from."""
     dist.barrier(group=topology.control)
-    dist.destroy_process_group()
+
+
+def disconnect() -> None:
+    """Close this rank's groups, after `meet`; vLLM's shutdown may have closed them all already."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

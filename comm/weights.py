@@ -1,7 +1,7 @@
 """Carry weights from the trainer leader to every rollout rank over the bridge.
 
 Names, shapes and dtypes are agreed once. Then weights travel in flat buckets of bytes; behind its tensors each bucket
-carries the version, its own number and one checksum per tensor, which the receiver compares before it gives a tensor away.
+carries the version, its own number and one checksum per tensor; the receiver compares before it gives a tensor away.
 """
 
 from __future__ import annotations
@@ -122,9 +122,9 @@ def send_weights(
     version: int,
     config: WeightsConfig,
 ) -> None:
-    """Broadcast `weights`, each cast to its dtype in the manifest; called by the trainer leader. Returns when all is sent.
+    """Broadcast `weights`, each cast to its manifest dtype; called by the trainer leader. Returns when all is sent.
 
-    Raises AssertionError when a name is missing, on top or out of order.
+    Raises AssertionError that names the tensor when one is missing, on top, out of order or of another shape.
     """
     bridge = _bridge(topology)
     source = iter(weights)
@@ -140,7 +140,8 @@ def send_weights(
         works.append(_broadcast(buffer, bridge))
     for work in works[-NUM_IN_FLIGHT:]:
         work.wait()
-    assert next(source, None) is None, "there are more weights than the manifest names"
+    extra = next(source, None)
+    assert extra is None, f"version {version}: the manifest ends here, the trainer gave {extra[0]!r} on top"
 
 
 def _fill(bucket: _Bucket, buffer: Tensor, source: Iterator[tuple[str, Tensor]], version: int) -> None:
@@ -149,6 +150,8 @@ def _fill(bucket: _Bucket, buffer: Tensor, source: Iterator[tuple[str, Tensor]],
     for expected, target in bucket.tensors(buffer):
         name, tensor = next(source, ("", target))
         assert name == expected, f"version {version}: the manifest names {expected!r} here, the trainer gave {name!r}"
+        given, wanted = tuple(tensor.shape), tuple(target.shape)  # copy_ would spread a small tensor over a larger one
+        assert given == wanted, f"version {version}: the manifest gives {name!r} shape {wanted}, the trainer {given}"
         target.copy_(tensor)
     tail = bucket.tail(buffer)
     tail[0], tail[1] = version, bucket.number

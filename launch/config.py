@@ -1,25 +1,26 @@
-"""The configuration of a job: one YAML file, dotted flags over it, each section a typed dataclass of the file that reads it.
+"""The configuration of a job: one YAML file, dotted flags over it, each section a typed dataclass beside its reader.
 
-Every mistake is one ValueError of one line: what was given, what is allowed, the nearest name.
+Flags win over files wherever they stand; of a flag or file given twice the later one wins. Every mistake is one
+ValueError of one line: what was given, what is allowed, the nearest name.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-import types
-import typing
 from argparse import ArgumentError
-from dataclasses import MISSING, dataclass, fields, replace
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
-import yaml
-from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
 
 from rayless.comm.topology import TopologyConfig
 from rayless.comm.weights import WeightsConfig
+from rayless.launch.yaml_text import MODE, read_yaml
 from rayless.rollout.engine import RolloutConfig
 from rayless.rollout.prompts import DataConfig
 from rayless.rollout.rewards import RewardConfig
@@ -50,14 +51,16 @@ class RunConfig:
     """Optimizer steps after which the run ends, whatever num_episodes says."""
 
     def __post_init__(self) -> None:
-        if self.name is not None and not re.fullmatch(r"[\w.@+=-]+", self.name):
+        if self.name is not None and not re.fullmatch(r"(?!\.)[\w.@+=-]+", self.name):
             raise ValueError(f"run.name must be a plain folder name, got {self.name!r}")
+        if not self.dir:
+            raise ValueError(f"run.dir must be a folder, got {self.dir!r}")
         if self.num_episodes < 1:
             raise ValueError(f"run.num_episodes must be at least 1, got {self.num_episodes}")
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"run.steps must be at least 1, got {self.steps}")
-        if self.seed < 0:
-            raise ValueError(f"run.seed must be at least 0, got {self.seed}")
+        if not 0 <= self.seed < 2**32:  # NumPy takes no other
+            raise ValueError(f"run.seed must lie between 0 and {2**32 - 1}, got {self.seed}")
 
 
 SECTIONS: dict[str, type] = {
@@ -71,6 +74,26 @@ SECTIONS: dict[str, type] = {
     "weights": WeightsConfig,
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
+}
+
+
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+# Of every key, dotted; those under `rewards` stand in each entry of that list.
+TYPES: dict[str, Any] = {"rewards": list[dict[str, Any]]} | {
+    f"{name}.{key}": hint
+    for name, kind in {**SECTIONS, "rewards": RewardConfig}.items()
+    for key, hint in get_type_hints(kind).items()
+}
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text (quoted if it reads as a number)",
+    list[str]: "a list of texts",
+    dict[str, Any]: "keys with values",
+    list[dict[str, Any]]: "a list of {name, weight, options}",
+    type(None): "null",
 }
 
 
@@ -105,105 +128,129 @@ class JobConfig:
 
 def read_config(arguments: list[str]) -> JobConfig:
     """The job that the command line describes. Raises ValueError; exits after --help and --print_config."""
-    arguments, files = _with_recipe(arguments)
+    files, flags = _split(arguments)
+    for file in files:
+        _check_file(file)
+    _check_flags(flags)
     parser = _parser()
-    _check_names(arguments, files)
     try:
-        settings = parser.parse_args(arguments)
+        settings = parser.parse_args([*(f"--config={file}" for file in files), *flags])
+        rewards = _rewards(settings.rewards)
     except ArgumentError as error:
         raise ValueError(_readable(str(error))) from None
     sections = {name: _section(settings, name, kind) for name, kind in SECTIONS.items()}
-    rewards = [RewardConfig(**vars(entry)) if isinstance(entry, Namespace) else entry for entry in settings.rewards]
-    config = JobConfig(
-        **sections,
-        rewards=rewards,
-        title=files[-1].stem,
-        text=parser.dump(settings, skip_none=False),
-        dry_run=settings.dry_run,
-    )
-    return _settle(config)
+    dry_run = settings.pop("dry_run")
+    settings.rewards = [asdict(reward) for reward in rewards]
+    text = parser.dump(settings, skip_unset=False)
+    return _settle(JobConfig(**sections, rewards=rewards, title=files[-1].stem, text=text, dry_run=dry_run))
 
 
-def _with_recipe(arguments: list[str]) -> tuple[list[str], list[Path]]:
-    """The arguments with a recipe in them, and the configuration files they name."""
-    files = []
-    for place, argument in enumerate(arguments):
-        if argument == "--config" and place + 1 < len(arguments):
-            files.append(Path(arguments[place + 1]))
+def _split(arguments: list[str]) -> tuple[list[Path], list[str]]:
+    """The configuration files, a recipe where none is named, and all other arguments."""
+    named: list[str] = []
+    flags: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        if argument == "--config":
+            named.append(next(rest, ""))
         elif argument.startswith("--config="):
-            files.append(Path(argument.removeprefix("--config=")))
-    if not files:
-        recipe = RECIPES / ("qwen_gsm8k.yaml" if torch.cuda.is_available() else "quickstart.yaml")
-        return ["--config", str(recipe), *arguments], [recipe]
-    for file in files:
-        if not file.is_file():
-            raise ValueError(f"--config must name a file, got {str(file)!r}")
-    return arguments, files
+            named.append(argument.removeprefix("--config="))
+        else:
+            flags.append(argument)
+    for name in named:
+        if not Path(name).is_file():
+            raise ValueError(f"--config must name a file, got {name!r}")
+    recipe = RECIPES / ("qwen_gsm8k.yaml" if torch.cuda.is_available() else "quickstart.yaml")
+    return [Path(name) for name in named] or [recipe], flags
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="grpo.py", exit_on_error=False, description="GRPO as one torchrun job")
+    parser = ArgumentParser(
+        exit_on_error=False,
+        parser_mode=MODE,
+        usage="torchrun ... launch/grpo.py [--config FILE] [--dry-run] [--section.key VALUE ...]",
+        description="GRPO as one torchrun job. Flags win over files; of the same flag given twice, the later one.",
+    )
     parser.add_argument("--config", action=ActionConfigFile, help="a YAML file, such as those in launch/recipes")
     parser.add_argument("--dry-run", action="store_true", help="show the rank map and the batch arithmetic, then exit")
     for name, kind in SECTIONS.items():
-        parser.add_class_arguments(kind, name)
-    parser.add_argument(
-        "--rewards", type=list[RewardConfig], help="reward functions: a list of {name, weight, options}"
-    )
+        _add_section(parser, name, kind)
+    parser.add_argument("--rewards", type=list[dict], help="reward functions: a list of {name, weight, options}")
     return parser
 
 
-def known_keys() -> list[str]:
-    """All keys that a file or a flag may set, dotted."""
-    return ["rewards", *(f"{name}.{field.name}" for name, kind in SECTIONS.items() for field in fields(kind))]
+def _add_section(parser: ArgumentParser, name: str, kind: type) -> None:
+    """The section's keys as arguments; free ones as plain dict, for in a dict[str, Any] the text "7" would become 7."""
+    free = {key for key in get_type_hints(kind) if TYPES[f"{name}.{key}"] == dict[str, Any]}
+    group = parser.add_argument_group(kind.__doc__)
+    group.add_class_arguments(kind, name, skip=free, as_group=False)
+    for key in free:
+        group.add_argument(f"--{name}.{key}", type=dict, default={})
 
 
-def _check_names(arguments: list[str], files: list[Path]) -> None:
-    """Every key of the files and every flag has to be known: ValueError with the nearest one."""
-    for file in files:
-        try:
-            content = yaml.safe_load(file.read_text())
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"{file} is no YAML file: {_one_line(str(error))}") from None
-        if not isinstance(content, dict):
-            raise ValueError(f"{file} must hold sections with keys, got {type(content).__name__}")
-        for section, value in content.items():
-            keys = [f"{section}.{key}" for key in value] if isinstance(value, dict) else [str(section)]
-            for key in keys:
-                if key not in known_keys() and not (value is None and section in SECTIONS):
-                    raise ValueError(f"{file}: {_unknown(key)}")
+def _check_file(file: Path) -> None:
+    """Raises ValueError unless the file is YAML and its keys are all known."""
+    content = read_yaml(file)
+    if not isinstance(content, dict):
+        found = "nothing" if content is None else type(content).__name__
+        raise ValueError(f"{file} must hold sections with keys, got {found}")
+    for key in _flatten(content):
+        if key in SECTIONS:
+            raise ValueError(f"{file}: section {key!r} must hold keys")
+        if key not in TYPES:
+            raise ValueError(f"{file}: unknown key {key!r}; the nearest is {_nearest(key, TYPES)!r}")
+
+
+def _flatten(content: dict[Any, Any], prefix: str = "") -> Iterator[str]:
+    """Dotted names of all keys, down to those that are known."""
+    for key, value in content.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and value and name not in TYPES:
+            yield from _flatten(value, f"{name}.")
+        else:
+            yield name
+
+
+def _check_flags(arguments: list[str]) -> None:
+    flags = ["config", "dry-run", "print_config", "help", *(key for key in TYPES if not key.startswith("rewards."))]
     for argument in arguments:
         flag = argument.removeprefix("--").partition("=")[0].removesuffix("+")
-        if argument.startswith("--") and "." in flag:
+        if argument.startswith("--") and flag not in flags:
             key = ".".join(flag.split(".")[:2])
-            if key not in known_keys():
-                raise ValueError(_unknown(key))
+            raise ValueError(f"unknown flag '--{flag}'; the nearest is '--{_nearest(key, flags)}'")
 
 
-def _unknown(key: str) -> str:
-    name = key.rpartition(".")[2]
-    same_name = [known for known in known_keys() if known.rpartition(".")[2] == name]
-    near = same_name or difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.0)
-    return f"unknown key {key!r}; the nearest is {near[0]!r}"
+def _nearest(name: str, known: Collection[str]) -> str:
+    """The same key in another section, or else the most similar one of its own section, or else of any."""
+    section, _, key = name.rpartition(".")
+
+    def likeness(other: str) -> tuple[bool, float]:
+        last = other.rpartition(".")[2]
+        return last.startswith(key), difflib.SequenceMatcher(None, key, last).ratio()
+
+    same_key = [other for other in known if other.rpartition(".")[2] == key]
+    same_section = [other for other in known if section and other.startswith(f"{section}.")]
+    return max(same_key or same_section or known, key=likeness)
 
 
 def _section(settings: Namespace, name: str, kind: type) -> Any:
     """One section as its dataclass; a null is refused where the type does not allow it."""
-    values = vars(settings[name])
-    hints = typing.get_type_hints(kind)
-    for field in fields(kind):
-        if values[field.name] is None and not _may_be_null(hints[field.name]):
-            default = "" if field.default is MISSING else f" (default {field.default!r})"
-            raise ValueError(f"{name}.{field.name} must not be null{default}")
-    return kind(**{key: _plain(value) for key, value in values.items()})
+    values = settings[name].as_dict()
+    for key, value in values.items():
+        if value is None and type(None) not in get_args(TYPES[f"{name}.{key}"]):
+            raise ValueError(f"{name}.{key} must be {_wanted(f'{name}.{key}')}, got null")
+    return kind(**values)
 
 
-def _may_be_null(hint: Any) -> bool:
-    return typing.get_origin(hint) in (typing.Union, types.UnionType) and type(None) in typing.get_args(hint)
-
-
-def _plain(value: Any) -> Any:
-    return value.as_dict() if isinstance(value, Namespace) else value
+def _rewards(entries: list[dict[str, Any]] | None) -> list[RewardConfig]:
+    if entries is None:
+        raise ValueError(f"rewards must be {_wanted('rewards')}, got null")
+    parser = ArgumentParser(exit_on_error=False, parser_mode=MODE)
+    _add_section(parser, "rewards", RewardConfig)
+    for key in (f"rewards.{key}" for entry in entries for key in entry):
+        if key not in TYPES:
+            raise ValueError(f"unknown key {key!r}; the nearest is {_nearest(key, TYPES)!r}")
+    return [_section(parser.parse_object({"rewards": entry}), "rewards", RewardConfig) for entry in entries]
 
 
 def _settle(config: JobConfig) -> JobConfig:
@@ -223,14 +270,9 @@ def _settle(config: JobConfig) -> JobConfig:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("run.device=cuda needs a GPU, and torch sees none")
     model = replace(config.model_config, path=find_path(config.model_config.path, "model_config.path"))
-    data = config.data
-    if (
-        data.source in ("jsonl", "parquet")
-        and data.path
-        and not Path(data.path).exists()
-        and (ROOT / data.path).exists()
-    ):
-        data = replace(data, path=str(ROOT / data.path))
+    data, in_checkout = config.data, ROOT / str(config.data.path)
+    if data.source in ("jsonl", "parquet") and not Path(str(data.path)).exists() and in_checkout.exists():
+        data = replace(data, path=str(in_checkout))
     return replace(
         config,
         model_config=model,
@@ -254,11 +296,24 @@ def find_path(path: str, key: str) -> str:
 
 def _readable(message: str) -> str:
     """jsonargparse's message as one line in our words."""
-    line = _one_line(message)
-    if match := re.match(r"Parser key \"([\w.]+)\": Expected a <class '(\w+)'>\. Got value: (.*)", line):
-        return f"{match[1]} must be of type {match[2]}, got {match[3]!r}"
-    return line.replace('Parser key "', "").replace('":', ":")
+    line = " ".join(message.split())
+    key = re.search(r'Parser key "([\w.]+)"', line)
+    value = re.search(r"(?:Got value|Given value): ?(.*)", line)
+    if key and value and key[1] in TYPES:
+        return f"{key[1]} must be {_wanted(key[1])}, got {'null' if value[1] == 'None' else repr(value[1])}"
+    if missing := re.search(r"arguments are required: (.*)", line):
+        return f"{missing[1]} must be given"
+    if line.startswith("unrecognized arguments"):
+        return f"{line}; settings are given as --section.key VALUE"
+    return line
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+def _wanted(key: str) -> str:
+    """What the key's type allows, in words."""
+    hint = TYPES[key]
+    origin, choices = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return f"one of {', '.join(choices)}"
+    if origin in (Union, UnionType):
+        return " or ".join(_WORDS[choice] for choice in choices)
+    return _WORDS[hint]

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from rayless.comm.launcher import Launch, read_launcher
 from rayless.comm.orders import share_json
-from rayless.comm.topology import Topology, connect, disconnect
+from rayless.comm.topology import Topology, connect, disconnect, meet
 from rayless.launch.config import JobConfig, read_config
 from rayless.launch.plan import Plan, arithmetic, log_name, make_plan, rank_map
 from rayless.launch.summary import summarize
@@ -28,6 +28,7 @@ from rayless.rollout.prompts import Prompts, PromptStream, load_prompts
 from rayless.rollout.rewards import Rewarder, load_rewards
 from rayless.trainers.checkpoint import check_resumable, find_checkpoint, read_progress
 from rayless.trainers.metrics import Recorder
+from rayless.trainers.model_config import check_network
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,17 +63,19 @@ def main() -> None:
 
 def prepare(arguments: list[str]) -> Job:
     """Everything that can be checked before a model loads. Raises ValueError for the user's mistakes."""
+    config = read_config(arguments)  # first: --help needs no launcher
     launch = read_launcher(os.environ)
-    config = read_config(arguments)
     transformers_logging.disable_progress_bar()
     rewarder = load_rewards(config.rewards)
     model = config.model_config
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        network = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except OSError as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"model_config.path: {model.path!r} cannot be opened: {reason}") from None
     limit = config.rollout.max_prompt_length
+    check_network(network.to_dict(), longest=limit + config.rollout.max_new_tokens)
     prompts = load_prompts(config.data, tokenizer, max_prompt_length=limit, seed=config.run.seed)
     plan = make_plan(config, launch, num_prompts=len(prompts.kept), num_too_long=prompts.num_too_long)
     if checkpoint := resume_point(config):
@@ -105,14 +108,18 @@ def run(job: Job) -> None:
     if is_first:
         (folder / "config.yaml").write_text(config.text)
         print(f"run {folder}", *rank_map(job.plan.seats), *arithmetic(job.plan, config), sep="\n", file=terminal)
-    if config.device == "cpu":
-        # The roles take turns, so each gets all cores; ranks of one role share them.
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // topology.neighbours))
+    share_cores(topology)
     if topology.seat.role == "trainer":
         train(job, topology, folder, terminal)
     else:
         roll_out(job, topology)
-    disconnect(topology)
+    disconnect()
+
+
+def share_cores(topology: Topology) -> None:
+    """On CPU: the roles take turns, so each gets all cores of the node; ranks of one role share them."""
+    if topology.device.type == "cpu":
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // topology.neighbours))
 
 
 def train(job: Job, topology: Topology, folder: Path, terminal: Any) -> None:
@@ -154,11 +161,13 @@ def train(job: Job, topology: Topology, folder: Path, terminal: Any) -> None:
     consumer.setup(topology, surroundings)
     if recorder is None:
         consumer.loop()
+        meet(topology)
         return
     display = ProgressDisplay(terminal, total=plan.total_steps, done=first_step - 1)
     consumer.loop(display)
     display.close()
     recorder.close()
+    meet(topology)
     display.console.print(summarize(folder, find_checkpoint(save_dir(config, folder.name), "auto")))
 
 
@@ -179,6 +188,7 @@ def roll_out(job: Job, topology: Topology) -> None:
         num_samples=config.logging.samples,
     )
     worker.loop()
+    meet(topology)
     engine.close()
 
 
@@ -193,9 +203,7 @@ def open_engine(job: Job, topology: Topology) -> Any:
     # vLLM must not be imported before this rank has its engine's world.
     from rayless.rollout.vllm_engine import VLLMEngine
 
-    return VLLMEngine(
-        model.path, job.tokenizer, rollout, dtype=dtype, device=topology.device, seed=config.run.seed
-    )
+    return VLLMEngine(model.path, job.tokenizer, rollout, dtype=dtype, device=topology.device, seed=config.run.seed)
 
 
 if __name__ == "__main__":

@@ -63,10 +63,9 @@ def make_plan(config: JobConfig, launch: Launch, *, num_prompts: int, num_too_lo
         raise ValueError(
             f"run.steps must be a multiple of the {steps_per_update} optimizer steps per weight update, got {run.steps}"
         )
-    if config.rollout.engine == "hf" and config.topology.rollout_tp_size > 1:
-        raise ValueError(
-            f"rollout.engine=hf runs on one rank: topology.rollout_tp_size must be 1, got {config.topology.rollout_tp_size}"
-        )
+    tp_size = config.topology.rollout_tp_size
+    if config.rollout.engine == "hf" and tp_size > 1:
+        raise ValueError(f"topology.rollout_tp_size must be 1 with rollout.engine hf, got {tp_size}")
     return Plan(
         seats=seats,
         num_prompts=num_prompts,
@@ -97,8 +96,8 @@ def arithmetic(plan: Plan, config: JobConfig) -> list[str]:
     grpo, rollout = config.grpo_config, config.rollout
     per_rank = grpo.batch_size // plan.num_trainers
     return [
-        f"prompts          {plan.num_prompts} ({plan.num_too_long} left out, longer than {rollout.max_prompt_length} tokens), "
-        f"{plan.groups_per_episode} used per episode",
+        f"prompts          {plan.num_prompts} ({plan.num_too_long} left out, longer than "
+        f"{rollout.max_prompt_length} tokens), {plan.groups_per_episode} used per episode",
         f"optimizer step   {grpo.batch_size} prompts x {rollout.num_generations} completions; "
         f"{per_rank} prompts per trainer in {per_rank // grpo.minibatch_size} calls of step()",
         f"weight update    {plan.groups_per_update} groups from {plan.num_engines} engines, "

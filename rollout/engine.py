@@ -33,7 +33,7 @@ class RolloutConfig:
     stop: list[str] = field(default_factory=list)
     """Texts that end a completion, besides the model's own end tokens."""
     max_staleness: int = 0
-    """Optimizer steps by which the weights that sampled a token may lag behind; only 0 (strictly on-policy) is there yet."""
+    """Optimizer steps by which the weights that sampled a token may lag behind; only 0 (on-policy) is there yet."""
     kv_cache_gib: float | None = None
     """vLLM's key/value cache in GiB; null means 1 on CPU and what gpu_memory_utilization leaves on CUDA."""
     gpu_memory_utilization: float = 0.85
@@ -45,12 +45,12 @@ class RolloutConfig:
                 raise ValueError(f"rollout.{name} must be at least 1, got {getattr(self, name)}")
         if self.num_recv_per_update is not None and self.num_recv_per_update < 1:
             raise ValueError(f"rollout.num_recv_per_update must be at least 1, got {self.num_recv_per_update}")
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"rollout.temperature must be above 0, got {self.temperature}")
+        if not 0.01 <= self.temperature < math.inf:  # vLLM takes 0.01 for anything below
+            raise ValueError(f"rollout.temperature must be finite and at least 0.01, got {self.temperature}")
         if self.max_staleness != 0:
             raise ValueError(f"rollout.max_staleness must be 0 (more is not there yet), got {self.max_staleness}")
-        if self.kv_cache_gib is not None and self.kv_cache_gib <= 0:
-            raise ValueError(f"rollout.kv_cache_gib must be above 0, got {self.kv_cache_gib}")
+        if self.kv_cache_gib is not None and not 0 < self.kv_cache_gib < math.inf:
+            raise ValueError(f"rollout.kv_cache_gib must be finite and above 0, got {self.kv_cache_gib}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"rollout.gpu_memory_utilization must lie in (0, 1], got {self.gpu_memory_utilization}")
         if not all(self.stop):
@@ -89,9 +89,9 @@ class Engine(Protocol):
         ...
 
     def load_weights(self, tensors: Iterator[tuple[str, Tensor]], *, version: int) -> None:
-        """Take all tensors (Hugging Face names) and drop what was cached under earlier weights; no group may be running.
+        """Take all tensors (Hugging Face names), drop what was cached under earlier weights; no group may be running.
 
-        Raises RuntimeError naming tensors that the model does not have, or did not get.
+        An error names the tensors that the model does not have, or did not get; the engine is of no use afterwards.
         """
         ...
 
@@ -119,3 +119,9 @@ def kept_tokens(token_ids: Sequence[int], end_ids: Sequence[int], max_new_tokens
         if token in end_ids:
             return place + 1, False
     return len(token_ids), len(token_ids) >= max_new_tokens
+
+
+def text_before_stop(text: str, stop: Sequence[str]) -> str | None:
+    """What stands before the first of the stop texts; None while there is none of them."""
+    places = [text.index(one) for one in stop if one in text]
+    return text[: min(places)] if places else None

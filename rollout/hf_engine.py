@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteriaList
 
-from rayless.rollout.engine import Completion, RolloutConfig, end_token_ids, kept_tokens
+from rayless.rollout.engine import Completion, RolloutConfig, end_token_ids, kept_tokens, text_before_stop
 
 
 class HFEngine:
@@ -45,12 +45,17 @@ class HFEngine:
 
     @torch.no_grad()
     def _generate(self, prompt_ids: list[int], seed: int) -> list[Completion]:
-        devices = [self.model.device] if self.model.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
+        start, device = len(prompt_ids), self.model.device
+
+        def stopped(input_ids: Tensor, scores: Tensor, **unused: Any) -> Tensor:
+            texts = [self._text(ids[start:]) for ids in input_ids.tolist()]
+            return torch.tensor([text_before_stop(text, self.config.stop) is not None for text in texts], device=device)
+
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             output = self.model.generate(
-                torch.tensor([prompt_ids], device=self.model.device),
-                attention_mask=torch.ones(1, len(prompt_ids), dtype=torch.int64, device=self.model.device),
+                torch.tensor([prompt_ids], device=device),
+                attention_mask=torch.ones(1, start, dtype=torch.int64, device=device),
                 generation_config=GenerationConfig(
                     do_sample=True,
                     temperature=self.config.temperature,
@@ -58,27 +63,26 @@ class HFEngine:
                     top_p=1.0,
                     num_return_sequences=self.config.num_generations,
                     max_new_tokens=self.config.max_new_tokens,
-                    eos_token_id=self.end_ids,
+                    eos_token_id=self.end_ids or None,
                     pad_token_id=self.end_ids[0] if self.end_ids else 0,
-                    stop_strings=self.config.stop or None,
                     output_logits=True,
                     return_dict_in_generate=True,
                 ),
-                tokenizer=self.tokenizer,
+                stopping_criteria=StoppingCriteriaList([stopped] if self.config.stop else []),
             )
-        new_ids = output.sequences[:, len(prompt_ids) :].cpu()  # [G, n]
-        log_probs = torch.stack([self._log_probs(logits) for logits in output.logits], dim=1)  # [G, n, V]
-        sampled = log_probs.gather(-1, new_ids[..., None]).squeeze(-1)  # [G, n]
-        return [self._completion(ids, own) for ids, own in zip(new_ids.tolist(), sampled.tolist(), strict=True)]
-
-    def _log_probs(self, logits: Tensor) -> Tensor:
-        return torch.log_softmax(logits.float() / self.config.temperature, dim=-1).cpu()
+        new_ids = output.sequences[:, start:]  # [G, n]
+        sampled = [
+            torch.log_softmax(logits.float() / self.config.temperature, dim=-1).gather(-1, ids[:, None])
+            for logits, ids in zip(output.logits, new_ids.T, strict=True)  # [G, V], [G]
+        ]
+        log_probs = torch.cat(sampled, dim=1).tolist()  # [G, n]
+        return [self._completion(ids, own) for ids, own in zip(new_ids.tolist(), log_probs, strict=True)]
 
     def _completion(self, token_ids: list[int], log_probs: list[float]) -> Completion:
         kept, truncated = kept_tokens(token_ids, self.end_ids, self.config.max_new_tokens)
-        text = self.tokenizer.decode(token_ids[:kept], skip_special_tokens=True)
-        if self.config.stop:
-            kept, truncated = self._cut_at_stop(token_ids[:kept], truncated)
+        text = self._text(token_ids[:kept])
+        if (stopped := self._stop(token_ids[:kept])) is not None:
+            (kept, text), truncated = stopped, False
         return Completion(
             token_ids=token_ids[:kept],
             log_probs=log_probs[:kept],
@@ -87,7 +91,20 @@ class HFEngine:
             truncated=truncated,
         )
 
+    def _stop(self, token_ids: list[int]) -> tuple[int, str] | None:
+        """How many tokens it takes to complete a stop text, and the text before it."""
+        for kept in range(1, len(token_ids) + 1 if self.config.stop else 0):
+            text = text_before_stop(self._text(token_ids[:kept]), self.config.stop)
+            if text is not None:
+                return kept, text
+        return None
+
+    def _text(self, token_ids: list[int]) -> str:
+        # An end token need not be a special one.
+        return self.tokenizer.decode([one for one in token_ids if one not in self.end_ids], skip_special_tokens=True)
+
     def load_weights(self, tensors: Iterator[tuple[str, Tensor]], *, version: int) -> None:
+        assert not self.busy, "weights change between groups"
         own = dict(self.model.named_parameters())
         tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - set(own)
         with torch.no_grad():

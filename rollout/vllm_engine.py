@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ class _Update(WeightTransferUpdateInfo):
 
 
 class _TensorStream(WeightTransferEngine[_Init, _Update]):
-    """Feeds one stream of (name, tensor) to vLLM's layer-wise reload, and holds vLLM to the names."""
+    """Feeds one stream of (name, tensor) to vLLM's layer-wise reload, and holds both to the model's names."""
 
     init_info_cls = _Init
     update_info_cls = _Update
@@ -58,7 +58,16 @@ class _TensorStream(WeightTransferEngine[_Init, _Update]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: _Update) -> None:
-        missing = self.wanted - self.model.load_weights(update_info.tensors)
+        received: set[str] = set()
+        loaded = self.model.load_weights(_noting_names(update_info.tensors, received))
+        # Not every model fuses tensors. vLLM takes a fused one for loaded as soon as one of its parts has come.
+        packed = getattr(self.model, "packed_modules_mapping", {})
+        missing = {
+            part
+            for name in self.wanted
+            for part in _parts(name, packed)
+            if part not in received and (name not in loaded or part != name)
+        }
         if missing:
             raise RuntimeError(
                 f"weights version {update_info.version}: the engine never received {', '.join(sorted(missing))}"
@@ -72,6 +81,18 @@ class _TensorStream(WeightTransferEngine[_Init, _Update]):
 
 
 WeightTransferEngineFactory.register_engine(NAME, _TensorStream)
+
+
+def _noting_names(tensors: Iterator[tuple[str, Tensor]], received: set[str]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors:
+        received.add(name)
+        yield name, tensor
+
+
+def _parts(name: str, packed: Mapping[str, list[str]]) -> list[str]:
+    """Hugging Face names of what vLLM keeps as `name`: model.layers.0.mlp.gate_up_proj.weight holds two tensors."""
+    *parents, module, tensor = name.split(".")
+    return [".".join([*parents, part, tensor]) for part in packed.get(module, [module])]
 
 
 class _Executor(ExecutorWithExternalLauncher):
@@ -120,15 +141,8 @@ class VLLMEngine:
             generation_config="vllm",  # no sampling defaults of the model's own
             logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
         )
-        self.sampling = SamplingParams(
-            n=config.num_generations,
-            temperature=config.temperature,
-            max_tokens=config.max_new_tokens,
-            stop=config.stop or None,
-            stop_token_ids=end_token_ids(model_path, tokenizer),
-            logprobs=0,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        self.config = config
+        self.end_ids = end_token_ids(model_path, tokenizer)
         self.version = 0
 
     @property
@@ -136,8 +150,16 @@ class VLLMEngine:
         return bool(self.llm.llm_engine.has_unfinished_requests())
 
     def add(self, number: int, prompt_ids: Sequence[int], *, seed: int) -> None:
-        sampling = self.sampling.clone()
-        sampling.seed = seed
+        sampling = SamplingParams(
+            n=self.config.num_generations,
+            temperature=self.config.temperature,
+            max_tokens=self.config.max_new_tokens,
+            stop=self.config.stop or None,
+            stop_token_ids=self.end_ids,
+            seed=seed,
+            logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
         self.llm.llm_engine.add_request(str(number), {"prompt_token_ids": list(prompt_ids)}, sampling)
 
     def step(self) -> list[tuple[int, list[Completion]]]:

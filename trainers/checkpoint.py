@@ -6,8 +6,6 @@
 A checkpoint is written under another name and renamed when whole: a folder called step_… is complete.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -23,7 +21,9 @@ from rayless.comm.collectives import role_barrier
 from rayless.comm.topology import Topology
 from rayless.trainers.model_config import PluginConfig
 
-if TYPE_CHECKING:  # the settings are read where ColossalAI is not loaded
+# ColossalAI is not loaded where the settings are read. To resolve postponed annotations there, jsonargparse would run
+# this block, so this file does not postpone them.
+if TYPE_CHECKING:
     from rayless.trainers.policy import Policy
 
 
@@ -84,7 +84,7 @@ def read_progress(path: Path) -> Progress:
 
 
 def save_checkpoint(
-    topology: Topology, save_dir: Path, policy: Policy, tokenizer: Any, progress: Progress, *, keep_last: int
+    topology: Topology, save_dir: Path, policy: "Policy", tokenizer: Any, progress: Progress, *, keep_last: int
 ) -> Path:
     """Write one together with all trainers; the folder's path."""
     final = save_dir / f"step_{progress.steps:08d}"
@@ -128,7 +128,7 @@ def check_resumable(path: Path, plugin: PluginConfig, num_trainers: int) -> None
         )
 
 
-def load_training_state(topology: Topology, path: Path, policy: Policy) -> None:
+def load_training_state(topology: Topology, path: Path, policy: "Policy") -> None:
     """Put optimizer, master weights and schedule where they stood; the policy already holds the checkpoint's weights."""
     check_resumable(path, policy.plugin, topology.num_trainers)
     saved = load_file(_optimizer_file(path, topology if policy.plugin.plugin == "zero" else None))
@@ -165,7 +165,7 @@ def _place(value: Tensor, parameter: Tensor) -> Tensor | int:
     return value if value.is_floating_point() else int(value)
 
 
-def _optimizer_tensors(policy: Policy) -> dict[str, Tensor]:
+def _optimizer_tensors(policy: "Policy") -> dict[str, Tensor]:
     """Moments and step counts of this rank's optimizer, and the fp32 master weights where ZeRO keeps them apart."""
     inner = policy.optimizer.optim
     tensors: dict[str, Tensor] = {}

@@ -7,6 +7,7 @@ the library changes under it, `enable_cpu` fails with a sentence.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import colossalai
@@ -22,28 +23,22 @@ def enable_cpu() -> None:
     assert colossalai.__version__ == KNOWN_VERSION, (
         f"the stand-ins for CPU were written for colossalai {KNOWN_VERSION}, found {colossalai.__version__}: check them"
     )
-    for name, stand_in in _ACCELERATOR.items():
-        assert name in vars(CpuAccelerator), f"colossalai's CPU accelerator no longer has {name}"
-        setattr(CpuAccelerator, name, stand_in)
-    assert "_sanity_checks" in vars(LowLevelZeroOptimizer), (
-        "ColossalAI's ZeRO no longer has the check that refuses a CPU"
-    )
-    LowLevelZeroOptimizer._sanity_checks = _one_dtype  # type: ignore[method-assign]
+    _replace(CpuAccelerator, "Stream", lambda self, device=None, priority=0, **options: torch.cpu.Stream())
+    _replace(CpuAccelerator, "current_stream", lambda self, device=None: torch.cpu.current_stream())
+    _replace(CpuAccelerator, "stream", lambda self, stream: contextlib.nullcontext())
+    _replace(CpuAccelerator, "empty_cache", lambda self: None)
+    _replace(CpuAccelerator, "synchronize", lambda self, device=None: None)
+    _replace(LowLevelZeroOptimizer, "_sanity_checks", _one_dtype)
     # Work on a CPU is finished when the call returns: there is nothing to wait for.
-    torch.cpu.Stream.wait_stream = lambda self, other: None
-    torch.cpu.Stream.synchronize = lambda self: None
-    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign, assignment]
+    _replace(torch.cpu.Stream, "wait_stream", lambda self, stream: None)
+    _replace(torch.Tensor, "record_stream", lambda self, stream: None)
+
+
+def _replace(owner: type, name: str, stand_in: Callable[..., Any]) -> None:
+    assert name in dir(owner), f"{owner.__name__} no longer has {name}: check what ZeRO on CPU needs now"
+    setattr(owner, name, stand_in)
 
 
 def _one_dtype(self: Any) -> None:
     dtypes = {parameter.dtype for group in self.optim.param_groups for parameter in group["params"]}
     assert dtypes == {self._dtype}, f"ZeRO wants parameters of one dtype, got {dtypes}"
-
-
-_ACCELERATOR: dict[str, Any] = {
-    "Stream": lambda self, device=None, priority=0, **options: torch.cpu.Stream(),
-    "current_stream": lambda self, device=None: torch.cpu.current_stream(),
-    "stream": lambda self, stream: contextlib.nullcontext(),
-    "empty_cache": lambda self: None,
-    "synchronize": lambda self, device=None: None,
-}

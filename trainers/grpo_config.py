@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
@@ -26,7 +27,7 @@ class GRPOConfig:
     clip_low: float = 0.2
     """Ratios below 1 - clip_low get no gradient where the advantage is negative."""
     clip_high: float = 0.2
-    """Ratios above 1 + clip_high get no gradient where the advantage is positive."""
+    """Ratios above 1 + clip_high get no gradient where the advantage is positive; .inf stops none."""
     beta: float = 0.0
     """Weight of the KL term (k3) that holds the policy to the model it started from; 0 loads no second model."""
     scale_rewards: bool = True
@@ -49,9 +50,11 @@ class GRPOConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"grpo_config.{name} must be at least 1, got {value}")
-        for name in ("beta", "lr", "warmup_steps", "weight_decay", "clip_high"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"grpo_config.{name} must be at least 0, got {getattr(self, name)}")
+        for name in ("beta", "lr", "warmup_steps", "weight_decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"grpo_config.{name} must be finite and at least 0, got {getattr(self, name)}")
+        if not self.clip_high >= 0:
+            raise ValueError(f"grpo_config.clip_high must be at least 0 (.inf for no bound), got {self.clip_high}")
         if not 0 <= self.clip_low <= 1:
             raise ValueError(f"grpo_config.clip_low must lie between 0 and 1, got {self.clip_low}")
         if self.schedule not in ("constant", "linear", "cosine"):

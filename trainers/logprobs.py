@@ -20,10 +20,11 @@ def log_probs_and_entropy(logits: Tensor, targets: Tensor, temperature: float) -
 
     Both are [M] float32, whatever the logits' type; the entropy carries no gradient.
     """
-    all_log_probs = torch.log_softmax(logits.float() / temperature, dim=-1)  # [M, V]
+    logits = logits.float() if temperature == 1 else logits.float() / temperature
+    all_log_probs = torch.log_softmax(logits, dim=-1)  # [M, V]
     log_probs = all_log_probs.gather(-1, targets[:, None]).squeeze(-1)
     # Last, because a checkpoint's second run stops at the last value that backward needs: the entropy is paid for once.
-    entropy = torch.special.entr(all_log_probs.detach().exp()).sum(dim=-1)
+    entropy = -torch.linalg.vecdot(all_log_probs.detach().exp(), all_log_probs.detach())
     return log_probs, entropy
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -71,3 +71,22 @@ class OptimizerConfig:
     schedule: Literal["constant", "linear", "cosine"]
     warmup_steps: int
     total_steps: int
+
+
+# Settings by which some architectures change logits behind the head, where log-probs computed here would not see it.
+SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+
+
+def check_network(network: dict[str, Any], *, longest: int) -> None:
+    """Raises ValueError for a model (its config.json) whose log-probs would come out wrong, or that is too short.
+
+    `longest`: tokens of prompt and completion together.
+    """
+    for name in SCALED_LOGITS:
+        if network.get(name) not in (None, 1, 1.0):
+            raise ValueError(f"model_config.path: models with {name}={network[name]} are not there yet")
+    limit = network.get("max_position_embeddings")
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"rollout.max_prompt_length + rollout.max_new_tokens must be at most the model's {limit} positions, got {longest}"
+        )
