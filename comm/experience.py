@@ -23,7 +23,7 @@ _TOKEN_SECTIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experience:
-    """B finished completions with all that a policy update needs of them; whole groups only, a group's rows together."""
+    """B finished completions with all that an update needs of them; whole groups only, a group's rows together."""
 
     input_ids: Tensor  # [B, T] int64    prompt + completion, right padded
     lengths: Tensor  # [B]    int64    real length of each row

@@ -1,8 +1,8 @@
 """Split one job's ranks into trainers and rollout engines, and connect them.
 
-Each rank ends up with its role's own default world (ColossalAI and vLLM both take the default group for theirs), plus the
-groups that cross roles: control (all ranks, gloo), bridge (trainer leader and all rollout ranks, for weights) and one
-channel per engine (its leader and all trainers, gloo, for experience). Seat = what one rank of the job is.
+Each rank ends up with its role's own default world (ColossalAI and vLLM both take the default group for theirs), plus
+the groups that cross roles: control (all ranks, gloo), bridge (trainer leader and all rollout ranks, for weights) and
+one channel per engine (its leader and all trainers, gloo, for experience). Seat = what one rank of the job is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TopologyConfig:
     rollout_tp_size: int = 1
     """Ranks of one engine (tensor parallel), all on one node."""
     placement: Literal["split", "per_node"] = "split"
-    """`split`: the last ranks of the job roll out. `per_node`: the last ranks of each node do, the same number on each."""
+    """`split`: the last ranks of the job roll out. `per_node`: the last ranks of each node do, equally many on each."""
 
     def __post_init__(self) -> None:
         if self.rollout_ranks is not None and self.rollout_ranks < 1:

@@ -76,7 +76,7 @@ class _Bucket:
         return buffer[self.num_bytes - 8 * (2 + len(self.specs)) : self.num_bytes].view(torch.int64)
 
     def words(self, buffer: Tensor) -> Iterator[Tensor]:
-        """The bytes of each tensor with the zeros behind it, as int64."""
+        """The bytes of each tensor with the padding behind it (it travels too), as int64."""
         for spec, start in zip(self.specs, self.starts, strict=True):
             yield buffer[start : start + _aligned(spec.num_bytes)].view(torch.int64)
 
@@ -145,8 +145,6 @@ def send_weights(
 
 
 def _fill(bucket: _Bucket, buffer: Tensor, source: Iterator[tuple[str, Tensor]], version: int) -> None:
-    for words in bucket.words(buffer):
-        words[-2:] = 0  # the padding behind a tensor counts in its checksum
     for expected, target in bucket.tensors(buffer):
         name, tensor = next(source, ("", target))
         assert name == expected, f"version {version}: the manifest names {expected!r} here, the trainer gave {name!r}"

@@ -1,6 +1,6 @@
 """Measure a part of the system and print one JSON line: `torchrun --nproc_per_node 2 -m rayless.launch.bench weights`.
 
-Everything that a line compares is measured in turns within the same run, so that a slow moment of the machine hits all alike.
+What a line compares is measured in turns within one run, so that a slow moment of the machine hits all alike.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ ROUNDS = 7
 def bench_weights() -> None:
     """Weights from one trainer into vLLM on every other rank, against the least that this could cost.
 
-    `plain_seconds`: one broadcast of as many bytes between the same ranks. `local_reload_seconds`: the engines load the same
-    weights from their own memory. `sync_seconds`: cast, broadcast, checksum and load, as in a run. Medians of 7.
+    `plain_seconds`: one broadcast of as many bytes between the same ranks. `local_reload_seconds`: the engines load
+    the same weights from their own memory. `sync_seconds`: cast, broadcast, checksum and load, as in a run. Medians of 7.
     """
     launch = read_launcher(os.environ)
     config = TopologyConfig(rollout_ranks=launch.world_size - 1)

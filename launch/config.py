@@ -182,10 +182,10 @@ def _parser() -> ArgumentParser:
 def _add_section(parser: ArgumentParser, name: str, kind: type) -> None:
     """The section's keys as arguments; free ones as plain dict, for in a dict[str, Any] the text "7" would become 7."""
     free = {key for key in get_type_hints(kind) if TYPES[f"{name}.{key}"] == dict[str, Any]}
-    group = parser.add_argument_group(kind.__doc__)
+    group = parser.add_argument_group(str(kind.__doc__).rstrip("."))
     group.add_class_arguments(kind, name, skip=free, as_group=False)
     for key in free:
-        group.add_argument(f"--{name}.{key}", type=dict, default={})
+        group.add_argument(f"--{name}.{key}", type=dict, default={}, help="keys with values, all of them at once")
 
 
 def _check_file(file: Path) -> None:

@@ -71,9 +71,11 @@ def prepare(arguments: list[str]) -> Job:
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         network = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"model_config.path: {model.path!r} cannot be opened: {reason}") from None
+    if len(tokenizer) < 2:  # transformers makes up an empty one
+        raise ValueError(f"model_config.path: {model.path!r} holds no tokenizer")
     limit = config.rollout.max_prompt_length
     check_network(network.to_dict(), longest=limit + config.rollout.max_new_tokens)
     prompts = load_prompts(config.data, tokenizer, max_prompt_length=limit, seed=config.run.seed)

@@ -1,4 +1,4 @@
-"""What a run shows: one log file per rank, a progress bar on rank 0, the guilty rank's own words when something fails."""
+"""What a run shows: a log file per rank, a progress bar on rank 0, the guilty rank's own words when something fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""YAML for configurations: 1e-6 is a number, a date is text, no key stands twice, and what was written is read back equal.
+"""YAML for configurations: 1e-6 is a number, a date is text, no key stands twice, and what is dumped is loaded equal.
 
 Importing this file teaches jsonargparse the mode `MODE`.
 """

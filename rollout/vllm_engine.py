@@ -22,6 +22,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
@@ -75,6 +76,10 @@ class _TensorStream(WeightTransferEngine[_Init, _Update]):
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        for layer in self.model.modules():
+            if isinstance(layer, ParallelLMHead):
+                # On CPU a head multiplies by a packed copy of its weight, and nothing came to renew a tied head's.
+                layer.quant_method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
         pass

@@ -11,6 +11,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "launch" / "recipes" / "tiny.yaml"
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # What depends on the clock.
 TIMES = ("time/", "bubble/", "perf/", "weights/sync_seconds", "weights/gigabytes_per_second")
 
@@ -22,7 +23,7 @@ def start_job(num_ranks: int, *arguments: str, folder: Path) -> subprocess.Popen
         *(str(ROOT / "launch" / "grpo.py"), "--config", str(TINY), "--run.dir", str(folder), *arguments),
     ]
     # A launcher of the test run itself would shadow the job's own.
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder, env=environment
     )

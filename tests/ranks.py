@@ -16,7 +16,8 @@ import torch
 from rayless.comm.launcher import Launch
 from rayless.comm.topology import TopologyConfig, connect, disconnect, meet
 
-TIMEOUT = 60.0  # seconds
+# Seconds: for all ranks to be done, and for the others to report once one has failed.
+TIMEOUT, GRACE = 60.0, 1.0
 PROCESSES = multiprocessing.get_context("forkserver")
 # The fork server imports these once (rayless.comm.* with all of torch behind it); every rank is a fork of it.
 PROCESSES.set_forkserver_preload(
@@ -73,21 +74,22 @@ def run_ranks(
 
 def _collect(pipes: list[Connection], processes: list[BaseProcess]) -> list[Any]:
     values: dict[int, Any] = {}
+    failures: list[str] = []
+    waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
     deadline = time.monotonic() + TIMEOUT
-    while len(values) < len(pipes):
-        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in values]
-        ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            missing = [rank for rank in range(len(pipes)) if rank not in values]
-            pytest.fail(f"ranks {missing} of {len(pipes)} were not done after {TIMEOUT:g} seconds", pytrace=False)
-        failures = []
-        for rank, pipe in enumerate(pipes):
-            if pipe in ready:
-                values[rank], failure = _report(pipe, processes[rank], rank)
-                failures += [failure] if failure else []
-        # The first to fail is the cause: the others notice only when its connections close.
-        if failures:
-            pytest.fail("\n".join(failures), pytrace=False)
+    while waiting and (ready := wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))):
+        for pipe in ready:
+            rank = waiting.pop(pipe)
+            values[rank], failure = _report(pipes[rank], processes[rank], rank)
+            if failure:
+                failures.append(failure)
+                # The others may notice only that its connections closed, and earlier than we see its death.
+                deadline = min(deadline, time.monotonic() + GRACE)
+    if failures:
+        pytest.fail("\n".join(failures), pytrace=False)
+    if waiting:
+        late = sorted(waiting.values())
+        pytest.fail(f"ranks {late} of {len(pipes)} were not done after {TIMEOUT:g} seconds", pytrace=False)
     for process in processes:
         process.join(timeout=max(0.0, deadline - time.monotonic()))
     codes = [process.exitcode for process in processes]

@@ -32,7 +32,7 @@ TOKENIZER = AutoTokenizer.from_pretrained(TINY)
 END, OTHER_END = 2, 7  # of the tokenizer and the model; of the generation settings alone
 A, B = TOKENIZER.encode("a") + TOKENIZER.encode("b")
 CONFIG = RolloutConfig(num_generations=4, max_prompt_length=320, max_new_tokens=8)
-PROMPTS = [list(range(100 + number, 105 + 4 * number)) for number in range(4)]
+PROMPTS = [list(range(1000 + number, 1005 + 4 * number)) for number in range(4)]
 SEEDS = [5, 1029, 2053, 3077]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

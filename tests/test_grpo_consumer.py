@@ -169,7 +169,7 @@ def test_equal_rewards_move_nothing() -> None:
 
 @pytest.mark.job
 def test_no_split_of_the_work_changes_an_update() -> None:
-    """SGD would show a wrong scale at once; under AdamW the clipped norm and the loss show it, and two steps' weights."""
+    """AdamW hides a wrong scale of the gradient, so its norm is compared too."""
     (reference,) = update(1, steps=2, minibatch_size=4)
     for num_trainers, changes in (
         (1, {"grpo_config": {"lr": 1e-3, "max_tokens_per_microbatch": 1}}),

@@ -1,3 +1,4 @@
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -140,6 +141,7 @@ def publish_and_overwrite(topology: Topology, manifest: Manifest, versions: list
             patch.setattr(weights, "_broadcast", remember)
         for version in versions:
             if topology.seat.role == "rollout":
+                time.sleep(0.1)  # the sender has all its buckets in flight before anyone takes one
                 kept.append(list(receive_weights(topology, manifest, version=version, config=SMALL_BUCKETS)))
             else:
                 source = from_one_scratch(weights_of(version, FIVE_BUCKETS))
