@@ -33,7 +33,7 @@ def bench_weights() -> None:
     """Weights from one trainer into vLLM on every other rank, against the least that this could cost.
 
     `plain_seconds`: one broadcast of as many bytes between the same ranks. `local_reload_seconds`: the engines load
-    the same weights from their own memory. `sync_seconds`: cast, broadcast, checksum and load, as in a run. Medians of 7.
+    the same weights from their own memory. `sync_seconds`: cast, broadcast, checksum, load. Medians of 7.
     """
     launch = read_launcher(os.environ)
     config = TopologyConfig(rollout_ranks=launch.world_size - 1)

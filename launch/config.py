@@ -16,7 +16,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
-from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from rayless.comm.topology import TopologyConfig
 from rayless.comm.weights import WeightsConfig
@@ -171,11 +171,12 @@ def _parser() -> ArgumentParser:
         usage="torchrun ... launch/grpo.py [--config FILE] [--dry-run] [--section.key VALUE ...]",
         description="GRPO as one torchrun job. Flags win over files; of the same flag given twice, the later one.",
     )
-    parser.add_argument("--config", action=ActionConfigFile, help="a YAML file, such as those in launch/recipes")
+    parser.add_argument("--config", action="config", help="a YAML file, such as those in launch/recipes")
     parser.add_argument("--dry-run", action="store_true", help="show the rank map and the batch arithmetic, then exit")
     for name, kind in SECTIONS.items():
         _add_section(parser, name, kind)
-    parser.add_argument("--rewards", type=list[dict], help="reward functions: a list of {name, weight, options}")
+    entries: Any = list[dict]  # type: ignore[type-arg]  # plain dict, as in _add_section
+    parser.add_argument("--rewards", type=entries, help="reward functions: a list of {name, weight, options}")
     return parser
 
 

@@ -200,7 +200,8 @@ class VLLMEngine:
 
 def _is_worth_a_warning(record: logging.LogRecord) -> bool:
     # Rotary tables are computed and a tied head follows its embedding: nothing is loaded there, and nothing is wrong.
-    return not ("Failed to load weights" in str(record.msg) and record.args and str(record.args[0]) in _NOT_LOADED)
+    layer, _, complaint = record.getMessage().partition(": ")
+    return not (complaint == "Failed to load weights" and layer.endswith(_NOT_LOADED))
 
 
 _NOT_LOADED = ("RotaryEmbedding", "ParallelLMHead")

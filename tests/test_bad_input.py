@@ -1,6 +1,6 @@
 """Bad input ends in one readable line before any model loads: arguments, files, models, data, reward functions.
 
-The first tests call `read_config`, the next ones `prepare`, which also opens tokenizer and data; the last are real jobs.
+The first tests call `read_config`, the next `prepare`, which also opens tokenizer and data; the last are real jobs.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def test_a_negative_weight_is_a_penalty() -> None:
 
 def refusal_of_job(*arguments: str) -> str:
     """What `prepare` says about the tiny recipe with these arguments."""
-    with pytest.raises(ValueError, match="") as caught:
+    with pytest.raises(ValueError, match=r"\w") as caught:
         prepare([*TINY, *arguments])
     return str(caught.value)
 

@@ -1,4 +1,4 @@
-"""The configuration: what is written is what is meant, flags win over files, the saved text gives the same job again."""
+"""The configuration: what is written is what is meant, flags win over files, the saved text gives the same job."""
 
 from __future__ import annotations
 

@@ -99,7 +99,17 @@ def test_two_zero_trainers_and_two_vllm_engines_train(tmp_path: Path) -> None:
 def test_a_tensor_parallel_engine_trains_with_ratio_one(tmp_path: Path) -> None:
     reward = _length_reward(tmp_path)
     run_job(
-        *(3, "--topology.rollout_ranks", "2", "--topology.rollout_tp_size", "2", "--run.name", "tp", "--run.steps", "3"),
+        *(
+            3,
+            "--topology.rollout_ranks",
+            "2",
+            "--topology.rollout_tp_size",
+            "2",
+            "--run.name",
+            "tp",
+            "--run.steps",
+            "3",
+        ),
         *("--rewards", f'[{{"name": "{reward}"}}]', "--rollout.temperature", "0.6"),
         folder=tmp_path,
     )
@@ -111,7 +121,9 @@ def test_a_tensor_parallel_engine_trains_with_ratio_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("victim", ["trainer[0]", "rollout[0]"])
 def test_a_killed_rank_ends_the_job_and_is_named(victim: str, tmp_path: Path) -> None:
-    job = start_job(2, *HF, "--run.name", "killed", "--run.steps", "2000", "--run.num_episodes", "2000", folder=tmp_path)
+    job = start_job(
+        2, *HF, "--run.name", "killed", "--run.steps", "2000", "--run.num_episodes", "2000", folder=tmp_path
+    )
     path = tmp_path / "killed" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (path.exists() and path.read_text()):

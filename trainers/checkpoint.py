@@ -116,7 +116,7 @@ def save_checkpoint(
 
 
 def check_resumable(path: Path, plugin: PluginConfig, num_trainers: int) -> None:
-    """Raises ValueError when the checkpoint was written by another plugin, or under ZeRO by another number of trainers."""
+    """Raises ValueError when another plugin wrote the checkpoint, or under ZeRO another number of trainers."""
     state = _read_state(path)
     if state["plugin"] != _describe(plugin):
         raise ValueError(
@@ -129,7 +129,7 @@ def check_resumable(path: Path, plugin: PluginConfig, num_trainers: int) -> None
 
 
 def load_training_state(topology: Topology, path: Path, policy: "Policy") -> None:
-    """Put optimizer, master weights and schedule where they stood; the policy already holds the checkpoint's weights."""
+    """Put optimizer, master weights and schedule where they stood; the policy has the checkpoint's weights."""
     check_resumable(path, policy.plugin, topology.num_trainers)
     saved = load_file(_optimizer_file(path, topology if policy.plugin.plugin == "zero" else None))
     inner = policy.optimizer.optim

@@ -1,7 +1,7 @@
 """What ColossalAI's CPU accelerator lacks for ZeRO: streams that do nothing, and leave to run without a GPU.
 
-Everything ColossalAI needs for its ZeRO plugin on a machine without a GPU stands here, and nothing else is patched. When
-the library changes under it, `enable_cpu` fails with a sentence.
+Everything ColossalAI needs for its ZeRO plugin on a machine without a GPU stands here, and nothing else is patched.
+When the library changes under it, `enable_cpu` fails with a sentence.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The training role: take experience, update the policy, publish its weights.
 
-B rows of one optimizer step in groups of G completions; M sampled tokens of one micro-batch. Every trainer holds the whole
-step's experience, so advantages and the loss denominator need no communication; each works on its own share of the groups.
+B rows of one optimizer step in groups of G completions; M sampled tokens of one micro-batch. Every trainer holds the
+whole step's experience, so advantages and the loss denominator need no communication; each works on its own groups.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class GRPOConsumer(BaseConsumer):
         self.maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=self.topology.device)
 
     def step(self, step_idx: int, pbar: Any, **kwargs: Any) -> float | None:
-        """Train on the next `minibatch_size` prompts of this rank; the loss after the last of a step's calls, else None.
+        """Train on the next `minibatch_size` prompts of this rank; the loss after a step's last call, else None.
 
         `experience=` (and `advantages=`) start a new step with a batch given by hand. Without a batch nothing happens.
         `pbar` may be any progress bar with tqdm's `update` and `set_postfix`, or None.

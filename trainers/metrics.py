@@ -1,4 +1,4 @@
-"""Write what a run measures: TensorBoard scalars and text, and the same numbers as metrics.jsonl. One writer per run."""
+"""Write what a run measures: TensorBoard scalars and text, the same numbers as metrics.jsonl. One writer per run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LoggingConfig:
 
 
 class Recorder:
-    """The run's one writer; steps are optimizer steps. What a run logged beyond `first_step` before a resume is cut off."""
+    """The run's one writer; steps are optimizer steps. What was logged from `first_step` on, before a resume, is cut off."""
 
     def __init__(self, folder: Path, config: LoggingConfig, *, first_step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Settings of the trained model: what it is, how ranks share it, how it is optimized. No heavy library is imported here."""
+"""Settings of the trained model: what it is, how ranks share it, how it is optimized. Imports no heavy library."""
 
 from __future__ import annotations
 
@@ -88,5 +88,6 @@ def check_network(network: dict[str, Any], *, longest: int) -> None:
     limit = network.get("max_position_embeddings")
     if limit is not None and longest > limit:
         raise ValueError(
-            f"rollout.max_prompt_length + rollout.max_new_tokens must be at most the model's {limit} positions, got {longest}"
+            f"rollout.max_prompt_length + rollout.max_new_tokens must be at most {limit} (the model's positions), "
+            f"got {longest}"
         )

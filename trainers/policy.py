@@ -65,7 +65,7 @@ class Policy:
         return self.plugin.plugin == "ddp" and self.plugin.precision == "bf16"
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Add the loss's gradient. Every rank calls it equally often; ranks exchange gradients at the last call of a step."""
+        """Add the loss's gradient. Every rank calls it equally often; gradients are exchanged at a step's last call."""
         may_wait = not is_last and self.booster.plugin.support_no_sync()
         with self.booster.no_sync(self.model, self.optimizer) if may_wait else contextlib.nullcontext():
             self.booster.backward(loss, self.optimizer)
@@ -128,7 +128,7 @@ def _score(model: Any, batch: MicroBatch, temperature: float, *, autocast: bool)
 
 
 def _attention(batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
-    """On CPU, the fused attention's backward pass is several times slower than plain matrix products under a full mask."""
+    """On CPU, fused attention's backward pass is several times slower than plain matrix products under a full mask."""
     if batch.input_ids.device.type == "cpu" and batch.attention_mask.dim() == 4:
         context: contextlib.AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH)
         return context

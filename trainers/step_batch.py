@@ -49,8 +49,8 @@ def make_step_batch(
 ) -> StepBatch:
     """Called by every training rank with the same experience and advantages.
 
-    Groups whose advantages are all 0 may be skipped when nothing but the policy loss pulls on them: their gradient is 0.
-    They stay in `num_tokens`, so skipping changes no gradient.
+    Groups whose advantages are all 0 may be skipped when nothing but the policy loss pulls on them: their gradient is
+    0. They stay in `num_tokens`, so skipping changes no gradient.
     """
     assert len(experience) % group_size == 0, f"{len(experience)} rows are no whole groups of {group_size}"
     groups = torch.arange(len(experience)).view(-1, group_size)  # [B/G, G]
