@@ -24,6 +24,7 @@ from rayless.launch.config import JobConfig, read_config
 from rayless.launch.plan import Plan, arithmetic, log_name, make_plan, rank_map
 from rayless.launch.summary import summarize
 from rayless.launch.terminal import ProgressDisplay, redirect_output, refuse, report_errors
+from rayless.rollout.engine import Engine
 from rayless.rollout.prompts import Prompts, PromptStream, load_prompts
 from rayless.rollout.rewards import Rewarder, load_rewards
 from rayless.trainers.checkpoint import check_resumable, find_checkpoint, read_progress
@@ -194,18 +195,22 @@ def roll_out(job: Job, topology: Topology) -> None:
     engine.close()
 
 
-def open_engine(job: Job, topology: Topology) -> Any:
+def open_engine(job: Job, topology: Topology) -> Engine:
     """The engine that the configuration names, on this rank."""
-    config = job.config
-    model, rollout, dtype = config.model_config, config.rollout, config.model_config.torch_dtype
-    if rollout.engine == "hf":
+    config, model = job.config, job.config.model_config
+    options: dict[str, Any] = {
+        "dtype": model.torch_dtype,
+        "device": topology.device,
+        "trust_remote_code": model.trust_remote_code,
+    }
+    if config.rollout.engine == "hf":
         from rayless.rollout.hf_engine import HFEngine
 
-        return HFEngine(model.path, job.tokenizer, rollout, dtype=dtype, device=topology.device)
+        return HFEngine(model.path, job.tokenizer, config.rollout, **options)
     # vLLM must not be imported before this rank has its engine's world.
     from rayless.rollout.vllm_engine import VLLMEngine
 
-    return VLLMEngine(model.path, job.tokenizer, rollout, dtype=dtype, device=topology.device, seed=config.run.seed)
+    return VLLMEngine(model.path, job.tokenizer, config.rollout, seed=config.run.seed, **options)
 
 
 if __name__ == "__main__":

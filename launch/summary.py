@@ -22,6 +22,8 @@ def summarize(folder: Path, checkpoint: Path | None) -> Table:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rewards = [row["reward/mean"] for row in rows]
     table = Table(title=f"{folder.name}: {len(rows)} steps", show_header=False, title_justify="left")
+    table.add_column()
+    table.add_column(overflow="fold")  # paths are to be copied
     table.add_row(f"mean reward, first {FIRST} steps", f"{fmean(rewards[:FIRST]):.3f}")
     table.add_row(f"mean reward, last {LAST} steps", f"{fmean(rewards[-LAST:]):.3f}")
     for name, words in PHASES.items():

@@ -19,11 +19,19 @@ class HFEngine:
     """See rayless.rollout.engine.Engine."""
 
     def __init__(
-        self, model_path: str, tokenizer: Any, config: RolloutConfig, *, dtype: torch.dtype, device: torch.device
+        self,
+        model_path: str,
+        tokenizer: Any,
+        config: RolloutConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        trust_remote_code: bool = False,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype).to(device).eval()
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, trust_remote_code=trust_remote_code)
+        self.model = model.to(device).eval()
         self.end_ids = end_token_ids(model_path, tokenizer)
         # generate() fills what is unset from the model's own settings, some of which would bend the distribution.
         self.model.generation_config = GenerationConfig()

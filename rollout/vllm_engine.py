@@ -125,6 +125,7 @@ class VLLMEngine:
         dtype: torch.dtype,
         device: torch.device,
         seed: int,
+        trust_remote_code: bool = False,
     ) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine's loop runs in this process
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # by default every engine takes all cores for itself
@@ -138,6 +139,7 @@ class VLLMEngine:
             distributed_executor_backend=_Executor,
             weight_transfer_config=WeightTransferConfig(backend=NAME),
             dtype=str(dtype).removeprefix("torch."),
+            trust_remote_code=trust_remote_code,
             seed=seed,
             max_model_len=config.max_prompt_length + config.max_new_tokens,
             kv_cache_memory_bytes=None if cache_gib is None else int(cache_gib * 2**30),

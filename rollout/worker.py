@@ -46,21 +46,25 @@ class RolloutWorker:
         """Execute orders until the job ends."""
         manifest = agree_manifest(self.topology, None)
         agree_statistics(self.topology, self.statistics.names)
-        since = time.perf_counter()
+        self.idle_seconds, self.window_start = 0.0, time.perf_counter()
         while (order := self._await_order()).kind != Kind.STOP:
             if order.kind == Kind.PUBLISH:
                 self._take_weights(manifest, order.version)
             else:
+                self._close_window()
                 self._generate(order)
-                now = time.perf_counter()
-                self.statistics.add("bubble/rollout", 0.0, now - since)
-                since = now
 
     def _await_order(self) -> Order:
         start = time.perf_counter()
         order = await_order(self.topology)
-        self.statistics.add("bubble/rollout", time.perf_counter() - start, 0.0)
+        self.idle_seconds += time.perf_counter() - start
         return order
+
+    def _close_window(self) -> None:
+        """Count the idle share of the time from one request to the next."""
+        now = time.perf_counter()
+        self.statistics.add("bubble/rollout", self.idle_seconds, now - self.window_start)
+        self.idle_seconds, self.window_start = 0.0, now
 
     def _take_weights(self, manifest: Manifest, version: int) -> None:
         start = time.perf_counter()

@@ -16,10 +16,10 @@ import torch
 from rayless.comm.launcher import Launch
 from rayless.comm.topology import TopologyConfig, connect, disconnect, meet
 
-# Seconds: for all ranks to be done, and for the others to report once one has failed.
-TIMEOUT, GRACE = 60.0, 1.0
+# Seconds for the other ranks to report once one has failed.
+GRACE = 1.0
 PROCESSES = multiprocessing.get_context("forkserver")
-# The fork server imports these once (rayless.comm.* with all of torch behind it); every rank is a fork of it.
+# The fork server imports these once (torch, ColossalAI); every rank is a fork of it.
 PROCESSES.set_forkserver_preload(
     [
         "pytest",
@@ -28,6 +28,7 @@ PROCESSES.set_forkserver_preload(
         "rayless.comm.topology",
         "rayless.comm.transfer",
         "rayless.comm.weights",
+        "rayless.trainers.grpo_consumer",
     ]
 )
 
@@ -39,11 +40,13 @@ def run_ranks(
     config: TopologyConfig | None = None,
     nodes: Sequence[int] | None = None,
     arguments: tuple[Any, ...] = (),
+    timeout: float = 60.0,
 ) -> list[Any]:
     """What `function(topology, *arguments)` returned on each rank, in rank order.
 
     `function` stands at the top level of its file. `nodes` gives the node that each rank pretends to be on, all on one
-    by default. A rank's exception fails the test with its traceback; no rank outlives the call.
+    by default. A rank's exception fails the test with its traceback; no rank outlives the call, which
+    may take `timeout` seconds.
     """
     homes = tuple(nodes) if nodes is not None else (0,) * num_ranks
     assert len(homes) == num_ranks, f"{num_ranks} ranks stand on {len(homes)} nodes"
@@ -62,7 +65,7 @@ def run_ranks(
             sender.close()  # the rank holds the only writing end, so that its death reads as an end of file
             processes.append(process)
             pipes.append(receiver)
-        return _collect(pipes, processes)
+        return _collect(pipes, processes, timeout)
     finally:
         for started in processes:
             started.kill()
@@ -72,11 +75,11 @@ def run_ranks(
             pipe.close()
 
 
-def _collect(pipes: list[Connection], processes: list[BaseProcess]) -> list[Any]:
+def _collect(pipes: list[Connection], processes: list[BaseProcess], timeout: float) -> list[Any]:
     values: dict[int, Any] = {}
     failures: list[str] = []
     waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
-    deadline = time.monotonic() + TIMEOUT
+    deadline = time.monotonic() + timeout
     while waiting and (ready := wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))):
         for pipe in ready:
             rank = waiting.pop(pipe)
@@ -89,7 +92,7 @@ def _collect(pipes: list[Connection], processes: list[BaseProcess]) -> list[Any]
         pytest.fail("\n".join(failures), pytrace=False)
     if waiting:
         late = sorted(waiting.values())
-        pytest.fail(f"ranks {late} of {len(pipes)} were not done after {TIMEOUT:g} seconds", pytrace=False)
+        pytest.fail(f"ranks {late} of {len(pipes)} were not done after {timeout:g} seconds", pytrace=False)
     for process in processes:
         process.join(timeout=max(0.0, deadline - time.monotonic()))
     codes = [process.exitcode for process in processes]

@@ -25,7 +25,7 @@ class LoggingConfig:
 
 
 class Recorder:
-    """The run's one writer; steps are optimizer steps. What was logged from `first_step` on, before a resume, is cut off."""
+    """The run's one writer; steps are optimizer steps. What an earlier part logged from `first_step` on is cut off."""
 
     def __init__(self, folder: Path, config: LoggingConfig, *, first_step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
