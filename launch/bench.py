@@ -5,6 +5,8 @@ What a line compares is measured in turns within one run, so that a slow moment 
 
 from __future__ import annotations
 
+import rayless.launch.cpu_defaults  # isort: skip  # noqa: F401 - before torch
+
 import json
 import os
 import sys
@@ -26,14 +28,14 @@ from rayless.launch.grpo import share_cores
 from rayless.rollout.engine import RolloutConfig
 from rayless.trainers.model_config import ModelConfig
 
-ROUNDS = 7
+ROUNDS = 11
 
 
 def bench_weights() -> None:
     """Weights from one trainer into vLLM on every other rank, against the least that this could cost.
 
     `plain_seconds`: one broadcast of as many bytes between the same ranks. `local_reload_seconds`: the engines load
-    the same weights from their own memory. `sync_seconds`: cast, broadcast, checksum, load. Medians of 7.
+    the same weights from their own memory. `sync_seconds`: cast, broadcast, checksum, load. Medians of 11.
     """
     launch = read_launcher(os.environ)
     config = TopologyConfig(rollout_ranks=launch.world_size - 1)

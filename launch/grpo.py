@@ -5,6 +5,8 @@ Every rank reads the same configuration and data, takes its seat, and runs its r
 
 from __future__ import annotations
 
+import rayless.launch.cpu_defaults  # isort: skip  # noqa: F401 - before torch
+
 import os
 import sys
 import time
