@@ -4,7 +4,8 @@
 #   PYTHON=python3    which Python makes the environment (3.11 or 3.12)
 #   ARGS='...'        handed on to what grpo, test and fast start: make grpo ARGS='--run.steps 5'
 
-DEVICE ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
+# One GPU is too few: a job needs a rank that trains and one that rolls out, each with a GPU of its own.
+DEVICE ?= $(if $(filter-out 0 1,$(shell nvidia-smi -L 2>/dev/null | wc -l)),cuda,cpu)
 PYTHON ?= python3
 ARGS ?=
 
@@ -26,6 +27,11 @@ space := $(subst ,, )
 pip_setting = $(strip $(shell $(PYTHON) -m pip config list 2>/dev/null | sed -n "s/^[^=]*\.$(1)='\(.*\)'$$/\1/p" | sed 's/\\n/ /g; q'))
 find_links = $(subst $(space),$(comma),$(call pip_setting,find-links))
 index_url = $(call pip_setting,index-url)
+
+# On the CPU it is to stay there, also where torch sees a GPU.
+ifeq ($(DEVICE),cpu)
+export CUDA_VISIBLE_DEVICES :=
+endif
 
 .PHONY: install grpo test fast lint clean
 

@@ -44,16 +44,24 @@ def agree_statistics(topology: Topology, names: list[str] | None) -> list[str]:
     return agreed
 
 
-def send_message(topology: Topology, message: Message) -> None:
-    """To every trainer; called by engine leaders. Blocks until the trainers have taken it."""
+def engine_of(number: int, num_engines: int) -> int:
+    """The engine that generates group `number`: what both sides go by."""
+    return number % num_engines
+
+
+def send_message(topology: Topology, message: Message) -> list[tuple[dist.Work, Tensor]]:
+    """To every trainer; called by engine leaders. Wait for the works, and keep the tensors until then.
+
+    It does not block, so that an engine goes on while trainers still take the groups of others.
+    """
     channel, source = _channel(topology, topology.seat.engine)
     text = encode_text(message.text)
     tokens = int(message.experience.lengths.sum())
     # Statistics are wide, so the sections of the experience behind them stay aligned to their element size.
     body = torch.cat([message.statistics.flatten().view(torch.uint8), pack(message.experience), text])
     header = torch.tensor([message.number, len(message.experience), tokens, len(text)])
-    dist.broadcast(header, group=channel, group_src=source)
-    dist.broadcast(body, group=channel, group_src=source)
+    works = [dist.broadcast(part, group=channel, group_src=source, async_op=True) for part in (header, body)]
+    return [(work, part) for work, part in zip(works, (header, body), strict=True) if work is not None]
 
 
 def receive_message(topology: Topology, *, engine: int, num_statistics: int) -> Message:

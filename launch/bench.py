@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -57,16 +58,13 @@ def _trainer_side(topology: Topology, model: ModelConfig) -> dict[str, Any]:
     num_bytes = sum(spec.num_bytes for spec in manifest)
     flat = torch.zeros(num_bytes, dtype=torch.uint8, device=topology.device)
     times: dict[str, list[float]] = {"plain_seconds": [], "local_reload_seconds": [], "sync_seconds": []}
+    plain = partial(dist.broadcast, flat, group=topology.bridge, group_src=0)
     for version in range(ROUNDS + 1):
-        phases: list[Callable[[], Any]] = [
-            lambda: dist.broadcast(flat, group=topology.bridge, group_src=0),
-            lambda: None,
-            lambda version=version: send_weights(  # type: ignore[misc]
-                topology, network.named_parameters(), manifest, version=version, config=WeightsConfig()
-            ),
-        ]
-        for name, phase in zip(times, phases, strict=True):
-            times[name].append(_timed(topology, phase))
+        weights = network.named_parameters()
+        send = partial(send_weights, topology, weights, manifest, version=version, config=WeightsConfig())
+        phases: list[Callable[[], Any]] = [plain, nothing, send]
+        for name, work in zip(times, phases, strict=True):
+            times[name].append(_timed(topology, work))
     meet(topology)
     disconnect()
     # The first round warms up.
@@ -86,18 +84,20 @@ def _rollout_side(topology: Topology, model: ModelConfig) -> None:
     manifest = agree_manifest(topology, None)
     flat = torch.zeros(sum(spec.num_bytes for spec in manifest), dtype=torch.uint8, device=topology.device)
     own = [(spec.name, torch.zeros(spec.shape, dtype=spec.dtype, device=topology.device)) for spec in manifest]
+    plain = partial(dist.broadcast, flat, group=topology.bridge, group_src=0)
     for version in range(ROUNDS + 1):
-        _timed(topology, lambda: dist.broadcast(flat, group=topology.bridge, group_src=0))
-        _timed(topology, lambda version=version: engine.load_weights(iter(own), version=version))  # type: ignore[misc]
-        _timed(
-            topology,
-            lambda version=version: engine.load_weights(  # type: ignore[misc]
-                receive_weights(topology, manifest, version=version, config=WeightsConfig()), version=version
-            ),
-        )
+        received = receive_weights(topology, manifest, version=version, config=WeightsConfig())
+        reload = partial(engine.load_weights, iter(own), version=version)
+        sync = partial(engine.load_weights, received, version=version)
+        for work in (plain, reload, sync):
+            _timed(topology, work)
     meet(topology)
     engine.close()
     disconnect()
+
+
+def nothing() -> None:
+    """What the trainer does while the engines reload."""
 
 
 def _timed(topology: Topology, work: Callable[[], Any]) -> float:

@@ -48,7 +48,7 @@ class RunConfig:
     num_episodes: int = 1
     """Passes over the prompts."""
     steps: int | None = None
-    """Optimizer steps after which the run ends, whatever num_episodes says."""
+    """Optimizer steps after which the run ends even if num_episodes would go on; null does not cap."""
 
     def __post_init__(self) -> None:
         if self.name is not None and not re.fullmatch(r"(?!\.)[\w.@+=-]+", self.name):

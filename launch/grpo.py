@@ -23,13 +23,13 @@ from rayless.comm.launcher import Launch, read_launcher
 from rayless.comm.orders import share_json
 from rayless.comm.topology import Topology, connect, disconnect, meet
 from rayless.launch.config import JobConfig, read_config
-from rayless.launch.plan import Plan, arithmetic, log_name, make_plan, rank_map
+from rayless.launch.plan import Plan, arithmetic, fixed_numbers, log_name, make_plan, rank_map
 from rayless.launch.summary import summarize
 from rayless.launch.terminal import ProgressDisplay, redirect_output, refuse, report_errors
 from rayless.rollout.engine import Engine
 from rayless.rollout.prompts import Prompts, PromptStream, load_prompts
 from rayless.rollout.rewards import Rewarder, load_rewards
-from rayless.trainers.checkpoint import check_resumable, find_checkpoint, read_progress
+from rayless.trainers.checkpoint import check_resumable, check_unclaimed, find_checkpoint, read_progress
 from rayless.trainers.metrics import Recorder
 from rayless.trainers.model_config import check_network
 
@@ -44,6 +44,8 @@ class Job:
     tokenizer: Any
     prompts: Prompts
     rewarder: Rewarder
+    checkpoint: Path | None
+    """What the run goes on from."""
 
 
 @record
@@ -83,9 +85,19 @@ def prepare(arguments: list[str]) -> Job:
     check_network(network.to_dict(), longest=limit + config.rollout.max_new_tokens)
     prompts = load_prompts(config.data, tokenizer, max_prompt_length=limit, seed=config.run.seed)
     plan = make_plan(config, launch, num_prompts=len(prompts.kept), num_too_long=prompts.num_too_long)
-    if checkpoint := resume_point(config):
-        check_resumable(checkpoint, config.plugin_config, plan.num_trainers)
-    return Job(launch=launch, config=config, plan=plan, tokenizer=tokenizer, prompts=prompts, rewarder=rewarder)
+    checkpoint = resume_point(config)
+    check_unclaimed(save_dir(config, config.run.name or ""), checkpoint)
+    if checkpoint:
+        check_resumable(checkpoint, fixed_numbers(plan, config))
+    return Job(
+        launch=launch,
+        config=config,
+        plan=plan,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        rewarder=rewarder,
+        checkpoint=checkpoint,
+    )
 
 
 def resume_point(config: JobConfig) -> Path | None:
@@ -122,9 +134,9 @@ def run(job: Job) -> None:
 
 
 def share_cores(topology: Topology) -> None:
-    """On CPU: the roles take turns, so each gets all cores of the node; ranks of one role share them."""
+    """On CPU: the roles take turns, so each gets all cores that it may use; ranks of one role on a node share them."""
     if topology.device.type == "cpu":
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // topology.neighbours))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // topology.neighbours))
 
 
 def train(job: Job, topology: Topology, folder: Path, terminal: Any) -> None:
@@ -134,8 +146,7 @@ def train(job: Job, topology: Topology, folder: Path, terminal: Any) -> None:
     from rayless.trainers.grpo_consumer import GRPOConsumer
 
     config, plan = job.config, job.plan
-    checkpoint = resume_point(config)
-    first_step = read_progress(checkpoint).steps + 1 if checkpoint else 1
+    first_step = read_progress(job.checkpoint).steps + 1 if job.checkpoint else 1
     consumer = GRPOConsumer(
         num_producers=plan.num_engines,
         num_episodes=config.run.num_episodes,
@@ -161,7 +172,8 @@ def train(job: Job, topology: Topology, folder: Path, terminal: Any) -> None:
         weights=config.weights,
         max_steps=config.run.steps,
         keep_last=config.checkpoint.keep_last,
-        resume_from=checkpoint,
+        resume_from=job.checkpoint,
+        fixed=fixed_numbers(plan, config),
     )
     consumer.setup(topology, surroundings)
     if recorder is None:
@@ -173,7 +185,8 @@ def train(job: Job, topology: Topology, folder: Path, terminal: Any) -> None:
     display.close()
     recorder.close()
     meet(topology)
-    display.console.print(summarize(folder, find_checkpoint(save_dir(config, folder.name), "auto")))
+    if consumer.policy_version >= first_step:
+        display.console.print(summarize(folder, find_checkpoint(save_dir(config, folder.name), "auto")))
 
 
 def roll_out(job: Job, topology: Topology) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from rayless.comm.launcher import Launch
 from rayless.comm.topology import Seat, assign_roles
@@ -105,3 +106,21 @@ def arithmetic(plan: Plan, config: JobConfig) -> list[str]:
         f"run              {config.run.num_episodes} episodes x {plan.updates_per_episode} updates, "
         f"{plan.total_steps} optimizer steps in all",
     ]
+
+
+def fixed_numbers(plan: Plan, config: JobConfig) -> dict[str, Any]:
+    """What a resumed run must share with the run that wrote its checkpoint: else prompts repeat or are skipped, or the
+    optimizer's state does not fit."""
+    plugin = config.plugin_config
+    fixed: dict[str, Any] = {
+        "run.seed": config.run.seed,
+        "number of prompts": plan.num_prompts,
+        "grpo_config.batch_size": config.grpo_config.batch_size,
+        "groups per weight update": plan.groups_per_update,
+        "weight updates per episode": plan.updates_per_episode,
+        "plugin_config.plugin": plugin.plugin,
+        "plugin_config.precision": plugin.precision,
+    }
+    if plugin.plugin == "zero":  # each rank keeps its own share of the optimizer's state
+        fixed |= {"plugin_config.zero_stage": plugin.zero_stage, "number of training ranks": plan.num_trainers}
+    return fixed

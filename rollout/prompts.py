@@ -147,11 +147,6 @@ class PromptStream:
         return self.prompts[_recent_order(len(self.prompts), seed=self.seed, episode=episode)[position]]
 
 
-def share(first: int, count: int, *, engine: int, num_engines: int) -> range:
-    """Numbers of those of the `count` groups from `first` on that this engine generates."""
-    return range(first + (engine - first) % num_engines, first + count, num_engines)
-
-
 def sampling_seed(seed: int, number: int) -> int:
     """Seed of group `number`'s first sample; sample i adds i. At most 2**31 - 2**16 - 1.
 

@@ -62,6 +62,9 @@ _REWRITES = [
 ]
 
 
+OWN_METRICS = ("mean", "std", "zero_std_fraction")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardConfig:
     """One entry of the configuration's list `rewards`."""
@@ -104,12 +107,13 @@ class Rewarder:
         """
         assert "answer" in columns, "the columns of a prompt must hold its answer"
         count = len(completions)
-        repeated = {name: [value] * count for name, value in columns.items()}
+        # A data column of such a name cannot be handed over beside the prompts and completions themselves.
+        repeated = {name: [value] * count for name, value in columns.items() if name not in ("prompts", "completions")}
         by_function = {}
         total = [0.0] * count
         for name, (config, function) in self.functions.items():
             try:
-                returned = function([prompt] * count, list(completions), **repeated, **config.options)
+                returned = function([prompt] * count, list(completions), **{**repeated, **config.options})
             except Exception as error:
                 error.add_note(f"in reward function {name}")
                 raise
@@ -125,6 +129,8 @@ def load_rewards(configs: list[RewardConfig]) -> Rewarder:
     functions: dict[str, tuple[RewardConfig, RewardFunction]] = {}
     for config in configs:
         name = config.name.rpartition(":")[2]
+        if name in OWN_METRICS:
+            raise ValueError(f"rewards.name must not end in {name!r}: reward/{name} is a metric of its own")
         if name in functions:
             raise ValueError(
                 f"rewards must have different names, got {name!r} from {functions[name][0].name} and {config.name}"

@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 
 from rayless.comm.experience import Experience
 from rayless.comm.orders import Kind, Order, await_order
 from rayless.comm.topology import Topology
-from rayless.comm.transfer import Message, agree_statistics, send_message
+from rayless.comm.transfer import Message, agree_statistics, engine_of, send_message
 from rayless.comm.weights import Manifest, WeightsConfig, agree_manifest, receive_weights
 from rayless.rollout.engine import Completion, Engine
-from rayless.rollout.prompts import Prompt, PromptStream, sampling_seed, share
+from rayless.rollout.prompts import Prompt, PromptStream, sampling_seed
 from rayless.rollout.rewards import Rewarder, Scores
 
 
@@ -41,12 +42,14 @@ class RolloutWorker:
         self.topology, self.engine, self.stream, self.rewarder = topology, engine, stream, rewarder
         self.weights, self.seed, self.num_samples = weights, seed, num_samples
         self.statistics = Statistics(rewarder.names)
+        self.version = 0
+        self.idle_seconds, self.window_start = 0.0, time.perf_counter()
 
     def loop(self) -> None:
         """Execute orders until the job ends."""
         manifest = agree_manifest(self.topology, None)
         agree_statistics(self.topology, self.statistics.names)
-        self.idle_seconds, self.window_start = 0.0, time.perf_counter()
+        self.window_start = time.perf_counter()
         while (order := self._await_order()).kind != Kind.STOP:
             if order.kind == Kind.PUBLISH:
                 self._take_weights(manifest, order.version)
@@ -70,28 +73,36 @@ class RolloutWorker:
         start = time.perf_counter()
         tensors = receive_weights(self.topology, manifest, version=version, config=self.weights)
         self.engine.load_weights(tensors, version=version)
+        self.version = version
         seconds = time.perf_counter() - start
         self.statistics.add("weights/sync_seconds", seconds, 1)
         self.statistics.add("weights/gigabytes_per_second", sum(spec.num_bytes for spec in manifest) / 1e9, seconds)
 
     def _generate(self, order: Order) -> None:
         """Run this engine's share of the order; a group leaves as soon as it and all before it are finished."""
-        numbers = share(
-            order.first, order.count, engine=self.topology.seat.engine, num_engines=self.topology.num_engines
-        )
+        assert order.version == self.version, f"asked for version {order.version}, this engine has {self.version}"
+        every = range(order.first, order.first + order.count)
+        own = self.topology.seat.engine
+        numbers = [number for number in every if engine_of(number, self.topology.num_engines) == own]
         for number in numbers:
             self.engine.add(number, self.stream.prompt(number).token_ids, seed=sampling_seed(self.seed, number))
         finished: dict[int, list[Completion]] = {}
         unsent = list(numbers)
+        sending: list[tuple[Work, Tensor]] = []
         while unsent:
             finished.update(self.engine.step())
             while unsent and unsent[0] in finished:
                 number = unsent.pop(0)
                 completions = finished.pop(number)
                 if self.topology.is_engine_leader:
-                    self._send(number, completions, with_text=number - order.first < self.num_samples)
+                    message = self._message(number, completions, with_text=number - order.first < self.num_samples)
+                    sending += send_message(self.topology, message)
+        start = time.perf_counter()
+        for work, _ in sending:
+            work.wait()
+        self.idle_seconds += time.perf_counter() - start
 
-    def _send(self, number: int, completions: list[Completion], *, with_text: bool) -> None:
+    def _message(self, number: int, completions: list[Completion], *, with_text: bool) -> Message:
         prompt = self.stream.prompt(number)
         texts = [completion.text for completion in completions]
         scores = self.rewarder.score(prompt.text, texts, {**prompt.columns, "answer": prompt.answer})
@@ -99,13 +110,12 @@ class RolloutWorker:
             self.statistics.add(f"reward/{name}", sum(values), len(values))
         truncated = sum(completion.truncated for completion in completions)
         self.statistics.add("completion/truncated_fraction", truncated, len(completions))
-        message = Message(
+        return Message(
             number=number,
             experience=make_experience(prompt, completions, scores.total),
             statistics=self.statistics.take(),
             text=json.dumps(_samples(prompt, completions, scores)) if with_text else "",
         )
-        send_message(self.topology, message)
 
 
 class Statistics:

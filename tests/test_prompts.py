@@ -20,7 +20,6 @@ from rayless.rollout.prompts import (
     episode_order,
     load_prompts,
     sampling_seed,
-    share,
 )
 
 CASES = Path(__file__).parent / "cases"
@@ -323,11 +322,6 @@ def test_stream_serves_every_prompt_once_an_episode_from_any_starting_number() -
 def test_short_episodes_repeat_no_prompt() -> None:
     stream = PromptStream(prompts=plain_prompts(7), groups_per_episode=6, seed=3)
     assert [len({stream.prompt(number).row for number in range(start, start + 6)}) for start in (0, 6)] == [6, 6]
-
-
-def test_shares_split_the_groups_between_engines() -> None:
-    assert [list(share(5, 6, engine=engine, num_engines=3)) for engine in range(3)] == [[6, 9], [7, 10], [5, 8]]
-    assert [list(share(4, 1, engine=engine, num_engines=2)) for engine in range(2)] == [[4], []]
 
 
 def test_sampling_seeds_leave_room_for_samples_and_never_meet() -> None:

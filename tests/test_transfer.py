@@ -38,7 +38,8 @@ def exchange(topology: Topology, shares: list[list[int]]) -> list[Message]:
     if topology.is_engine_leader:
         agree_statistics(topology, NAMES)
         for number in shares[topology.seat.engine]:
-            send_message(topology, message_of(number))
+            for work, _ in send_message(topology, message_of(number)):
+                work.wait()
     return []
 
 
@@ -84,7 +85,9 @@ def exchange_without_statistics(topology: Topology) -> list[Any]:
     agreed = agree_statistics(topology, [] if topology.is_engine_leader else None)
     if topology.seat.role == "rollout":
         nothing = torch.empty(0, 2, dtype=torch.float64)
-        send_message(topology, Message(number=1, experience=some_experience([3]), statistics=nothing))
+        message = Message(number=1, experience=some_experience([3]), statistics=nothing)
+        for work, _ in send_message(topology, message):
+            work.wait()
         return agreed
     message = receive_message(topology, engine=0, num_statistics=0)
     return [*agreed, tuple(message.statistics.shape), message.text, message.experience.input_ids.tolist()]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -64,7 +65,12 @@ def group() -> Iterator[dist.ProcessGroup]:
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[Message]:
     """Messages that the worker gave away, in order."""
     messages: list[Message] = []
-    monkeypatch.setattr(worker, "send_message", lambda topology, message: messages.append(message))
+
+    def send(topology: Topology, message: Message) -> list[Any]:
+        messages.append(message)
+        return []
+
+    monkeypatch.setattr(worker, "send_message", send)
     return messages
 
 

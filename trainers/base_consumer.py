@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from rayless.comm.experience import Experience, concat
 from rayless.comm.launcher import Launch
 from rayless.comm.orders import Kind, Order, announce
 from rayless.comm.topology import Topology, connect_trainers
-from rayless.comm.transfer import agree_statistics, receive_message
+from rayless.comm.transfer import agree_statistics, engine_of, receive_message
 from rayless.comm.weights import WeightsConfig, agree_manifest, describe, send_weights
 from rayless.trainers.checkpoint import Progress, load_training_state, read_progress, save_checkpoint
 from rayless.trainers.grpo_config import check_batch, groups_per_update
@@ -39,6 +39,8 @@ class Surroundings:
     weights: WeightsConfig
     max_steps: int | None = None
     """Optimizer steps after which the run ends, whatever the episodes say."""
+    fixed: dict[str, Any] = field(default_factory=dict)
+    """What a checkpoint is saved with, and a resumed run has to share."""
     keep_last: int = 2
     """Checkpoints that are kept; 0 keeps all."""
     resume_from: Path | None = None
@@ -75,7 +77,7 @@ class BaseConsumer(ABC):
         self.save_interval, self.save_dir = save_interval, Path(save_dir)
         self.groups_per_update = groups_per_update(num_producers, num_recv_per_update, batch_size)
         check_batch(batch_size, minibatch_size, world_size)
-        self._open_books()
+        self.open_books()
         self.topology: Topology
         self.policy: Policy
         self.is_set_up = False
@@ -105,8 +107,9 @@ class BaseConsumer(ABC):
         self.policy = self.build(topology, total_steps=self.total_steps, path=str(source) if source else None)
         self.progress = Progress()
         if source:
-            load_training_state(topology, source, self.policy)
             self.progress = read_progress(source)
+            load_training_state(topology, source, self.policy)
+            self.policy.resume_schedule(self.progress.steps)
         self.is_set_up = True
 
     def ensure_setup(self) -> None:
@@ -194,7 +197,7 @@ class BaseConsumer(ABC):
         messages = []
         with self._timed("time/wait_experience"):
             for group in range(first, first + self.batch_size):
-                engine = group % self.num_producers
+                engine = engine_of(group, self.num_producers)
                 message = receive_message(self.topology, engine=engine, num_statistics=len(self.statistics))
                 assert message.number == group, f"expected group {group}, got group {message.number}"
                 messages.append(message)
@@ -216,21 +219,21 @@ class BaseConsumer(ABC):
         now = time.perf_counter()
         elapsed, self.step_started = now - self.step_started, now
         metrics = {**self.counts.means(), **self.seconds, "time/step": elapsed}
-        rate = metrics["train/tokens"] / elapsed
+        tokens = metrics["train/tokens"]
         metrics |= {
             "bubble/trainer": metrics["time/wait_experience"] / elapsed,
-            "perf/generated_tokens_per_second": rate,
-            "perf/trained_tokens_per_second": rate,
+            "perf/generated_tokens_per_second": tokens / metrics["time/wait_experience"],
+            "perf/trained_tokens_per_second": tokens / metrics["time/update"],
             "rollout/groups_sampled": self.batch_size,
-            "rollout/groups_kept": self.batch_size,
             "weights/version": self.published,
         }
         if self.surroundings.recorder:
             self.surroundings.recorder.log(self.progress.steps, dict(sorted(metrics.items())))
             self.surroundings.recorder.show(self.progress.steps, self.samples)
-        self._open_books()
+        self.open_books()
 
-    def _open_books(self) -> None:
+    def open_books(self) -> None:
+        """Begin to count for the next optimizer step."""
         self.counts = StepCounts()
         self.seconds: dict[str, float] = {}
         self.samples: list[dict[str, Any]] = []
@@ -246,6 +249,7 @@ class BaseConsumer(ABC):
             self.policy,
             self.surroundings.tokenizer,
             self.progress,
+            self.surroundings.fixed,
             keep_last=self.surroundings.keep_last,
         )
         self.saved_steps = steps

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from rayless.comm.collectives import role_barrier
 from rayless.comm.topology import Topology
-from rayless.trainers.model_config import PluginConfig
 
 # ColossalAI is not loaded where the settings are read. To resolve postponed annotations there, jsonargparse would run
 # this block, so this file does not postpone them.
@@ -84,9 +83,16 @@ def read_progress(path: Path) -> Progress:
 
 
 def save_checkpoint(
-    topology: Topology, save_dir: Path, policy: "Policy", tokenizer: Any, progress: Progress, *, keep_last: int
-) -> Path:
-    """Write one together with all trainers; the folder's path."""
+    topology: Topology,
+    save_dir: Path,
+    policy: "Policy",
+    tokenizer: Any,
+    progress: Progress,
+    fixed: dict[str, Any],
+    *,
+    keep_last: int,
+) -> None:
+    """Write one together with all trainers, and delete all but the last `keep_last` (0: none is deleted)."""
     final = save_dir / f"step_{progress.steps:08d}"
     partial = save_dir / f"partial_{progress.steps:08d}"
     if topology.is_leader:
@@ -99,38 +105,34 @@ def save_checkpoint(
     if topology.is_leader:
         policy.network.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        state = {
-            "progress": asdict(progress),
-            "num_trainers": topology.num_trainers,
-            "plugin": _describe(policy.plugin),
-            "scheduler": policy.scheduler.state_dict(),
-        }
+        state = {"progress": asdict(progress), "fixed": fixed}
         (partial / "training" / "progress.json").write_text(json.dumps(state, indent=1))
     role_barrier()
     if topology.is_leader:
         partial.rename(final)
-        for old in _complete(save_dir)[: -keep_last or None] if keep_last else []:
+        for old in _complete(save_dir)[:-keep_last] if keep_last else []:
             shutil.rmtree(old)
     role_barrier()
-    return final
 
 
-def check_resumable(path: Path, plugin: PluginConfig, num_trainers: int) -> None:
-    """Raises ValueError when another plugin wrote the checkpoint, or under ZeRO another number of trainers."""
-    state = _read_state(path)
-    if state["plugin"] != _describe(plugin):
-        raise ValueError(
-            f"{path} was written with plugin, stage and precision {state['plugin']}, this run has {_describe(plugin)}"
-        )
-    if plugin.plugin == "zero" and state["num_trainers"] != num_trainers:
-        raise ValueError(
-            f"{path} holds the ZeRO states of {state['num_trainers']} trainers, this run has {num_trainers}"
-        )
+def check_resumable(path: Path, fixed: dict[str, Any]) -> None:
+    """Raises ValueError when the checkpoint was written under other numbers than this run's, naming the first."""
+    saved = _read_state(path)["fixed"]
+    for name, value in fixed.items():
+        if saved.get(name) != value:
+            raise ValueError(f"{path} was written with {name} = {saved.get(name)}, this run has {value}")
+
+
+def check_unclaimed(save_dir: Path, resumed: Path | None) -> None:
+    """Raises ValueError when `save_dir` holds steps beyond where this run starts: it would take them for its own."""
+    newest = find_checkpoint(save_dir, "auto")
+    start = read_progress(resumed).steps if resumed else 0
+    if newest and read_progress(newest).steps > start:
+        raise ValueError(f"{newest} is beyond step {start}, where this run starts: take a new run.name")
 
 
 def load_training_state(topology: Topology, path: Path, policy: "Policy") -> None:
-    """Put optimizer, master weights and schedule where they stood; the policy has the checkpoint's weights."""
-    check_resumable(path, policy.plugin, topology.num_trainers)
+    """Put optimizer and master weights where they stood; the policy has the checkpoint's weights already."""
     saved = load_file(_optimizer_file(path, topology if policy.plugin.plugin == "zero" else None))
     inner = policy.optimizer.optim
     for name, parameter in _numbered_parameters(inner):
@@ -138,19 +140,11 @@ def load_training_state(topology: Topology, path: Path, policy: "Policy") -> Non
             parameter.data.copy_(saved[f"{name}.master"])
         keys = [key for key in saved if key.startswith(f"{name}.") and key != f"{name}.master"]
         inner.state[parameter] = {key.rpartition(".")[2]: _place(saved[key], parameter) for key in keys}
-    scheduler = _read_state(path)["scheduler"]
-    policy.scheduler.load_state_dict(scheduler)
-    for group, lr in zip(inner.param_groups, scheduler["_last_lr"], strict=True):
-        group["lr"] = lr
 
 
 def _read_state(path: Path) -> dict[str, Any]:
     state: dict[str, Any] = json.loads((path / "training" / "progress.json").read_text())
     return state
-
-
-def _describe(plugin: PluginConfig) -> list[Any]:
-    return [plugin.plugin, plugin.zero_stage, plugin.precision]
 
 
 def _optimizer_file(path: Path, topology: Topology | None) -> Path:

@@ -37,7 +37,7 @@ class GRPOConfig:
     warmup_steps: int = 0
     """Optimizer steps over which the learning rate rises to its peak."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls from its peak to 0 at the last optimizer step; constant does not."""
+    """How the learning rate falls from its peak, to reach 0 after the last optimizer step; constant does not."""
     weight_decay: float = 0.0
     """AdamW's decoupled weight decay."""
     max_tokens_per_microbatch: int = 16384

@@ -126,6 +126,7 @@ class GRPOConsumer(BaseConsumer):
         """
         if "experience" in kwargs:
             self.ensure_setup()
+            self.open_books()
             self.take(kwargs["experience"], kwargs.get("advantages"))
         if self.batch is None:
             return None
@@ -149,16 +150,14 @@ class GRPOConsumer(BaseConsumer):
         old = batch.experience.log_probs[rows, columns].to(device)  # [M]
         advantages = batch.advantages[rows].to(device)  # [M]
         moved = micro_batch.to(device)
-        log_probs, entropy = self.policy.log_probs(moved, self.temperature)
-        clipped = clipped_loss(log_probs, old, advantages, clip_low=config.clip_low, clip_high=config.clip_high)
-        loss, kl = clipped.loss, torch.zeros_like(log_probs)
-        if self.reference:
-            kl = kl_k3(log_probs, self.reference.log_probs(moved, self.temperature))
-            loss = loss + config.beta * kl
-        self.policy.backward(
-            token_mean(loss, batch.num_tokens, num_ranks=self.world_size),
-            is_last=self.passes_made == batch.num_passes,
-        )
+        with self.policy.one_pass(is_last=self.passes_made == batch.num_passes):
+            log_probs, entropy = self.policy.log_probs(moved, self.temperature)
+            clipped = clipped_loss(log_probs, old, advantages, clip_low=config.clip_low, clip_high=config.clip_high)
+            loss, kl = clipped.loss, torch.zeros_like(log_probs)
+            if self.reference:
+                kl = kl_k3(log_probs, self.reference.log_probs(moved, self.temperature))
+                loss = loss + config.beta * kl
+            self.policy.backward(token_mean(loss, batch.num_tokens, num_ranks=self.world_size))
         with torch.no_grad():
             gap = (log_probs - old).abs()
             values = (loss, kl, entropy, clipped.clipped, clipped.ratio, gap, torch.ones_like(loss))
@@ -175,6 +174,7 @@ class GRPOConsumer(BaseConsumer):
         loss = totals.pop("loss") / max(batch.num_tokens, 1)
         computed = totals.pop("tokens")
         add = self.counts.add
+        # Means over the tokens that were computed: groups without signal may have been skipped.
         for name, total in totals.items():
             if name != "policy/kl" or self.reference:
                 add(name, total, computed)

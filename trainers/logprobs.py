@@ -24,7 +24,7 @@ def log_probs_and_entropy(logits: Tensor, targets: Tensor, temperature: float) -
     all_log_probs = torch.log_softmax(logits, dim=-1)  # [M, V]
     log_probs = all_log_probs.gather(-1, targets[:, None]).squeeze(-1)
     # Last, because a checkpoint's second run stops at the last value that backward needs: the entropy is paid for once.
-    entropy = -torch.linalg.vecdot(all_log_probs.detach().exp(), all_log_probs.detach())
+    entropy = torch.special.entr(all_log_probs.detach().exp()).sum(dim=-1)
     return log_probs, entropy
 
 

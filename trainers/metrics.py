@@ -37,7 +37,7 @@ class Recorder:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """One line and one point per name."""
-        with self.metrics_path.open("a") as file:
+        with self.metrics_path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
         if self.board:
             for name, value in metrics.items():
@@ -48,7 +48,7 @@ class Recorder:
         """A table of completions; each sample holds prompt, completion, answer, reward and the like."""
         if not samples:
             return
-        with self.samples_path.open("a") as file:
+        with self.samples_path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n" for sample in samples)
         if self.board:
             self.board.add_text("samples", _table(samples), step)
@@ -60,9 +60,13 @@ class Recorder:
 
 
 def _cut(path: Path, first_step: int) -> None:
+    """Keep the lines of earlier steps; a last line that a kill tore goes too."""
     if path.exists():
-        lines = [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["step"] < first_step]
-        path.write_text("".join(lines))
+        with path.open(encoding="utf-8") as file:  # lines of a file end at line feeds alone, unlike str.splitlines
+            kept = [line for line in file if line.endswith("\n") and json.loads(line)["step"] < first_step]
+        whole = path.with_suffix(".whole")
+        whole.write_text("".join(kept), encoding="utf-8")
+        whole.rename(path)
 
 
 def _table(samples: list[dict[str, Any]]) -> str:

@@ -6,6 +6,7 @@ colossalai is imported here and in cpu_accelerator.py alone. M = sampled tokens 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +15,8 @@ from colossalai.booster import Booster
 from colossalai.booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin
 from colossalai.nn.optimizer import HybridAdam
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoModelForCausalLM, get_scheduler
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoModelForCausalLM
 
 from rayless.trainers.cpu_accelerator import enable_cpu
 from rayless.trainers.logprobs import LogProbModel
@@ -37,22 +38,22 @@ class Policy:
     ) -> None:
         """`path`: where to load weights from when that is not the model's own folder (a checkpoint)."""
         self.device = device
-        self.plugin = plugin
+        self.plugin, self.settings = plugin, optimizer
         # fp32 until the plugin casts: ZeRO makes its master weights of what it is given, ddp trains these themselves.
         network = load_model(model, device, torch.float32, path=path)
         if model.gradient_checkpointing:
             network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        network.train()
+        # Nothing is dropped at random: the first step's log-probs are to equal the sampler's. Only in training mode do
+        # transformers' layers checkpoint.
+        network.train(model.gradient_checkpointing)
+        if device.type == "cpu":
+            # Under a full mask its backward pass is several times slower than plain matrix products.
+            torch.backends.cuda.enable_flash_sdp(False)
         booster_plugin = _booster_plugin(plugin, device)
         self.booster = Booster(plugin=booster_plugin)
         scorer = LogProbModel(network)
         raw = _optimizer(scorer, optimizer, device)
-        schedule = get_scheduler(
-            "constant_with_warmup" if optimizer.schedule == "constant" else optimizer.schedule,
-            raw,
-            num_warmup_steps=optimizer.warmup_steps,
-            num_training_steps=optimizer.total_steps,
-        )
+        schedule = LambdaLR(raw, lambda step: lr_factor(step, optimizer))
         self.model, self.optimizer, _, _, self.scheduler = self.booster.boost(scorer, raw, lr_scheduler=schedule)
 
     def log_probs(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
@@ -64,11 +65,28 @@ class Policy:
         # ZeRO casts the model itself; under ddp the fp32 master weights are cast for each matrix product.
         return self.plugin.plugin == "ddp" and self.plugin.precision == "bf16"
 
-    def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Add the loss's gradient. Every rank calls it equally often; gradients are exchanged at a step's last call."""
+    def one_pass(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        """Surrounds `log_probs` and `backward` of one micro-batch; every rank makes equally many passes in a step.
+
+        Where the plugin allows it, ranks exchange gradients in a step's last pass alone.
+        """
         may_wait = not is_last and self.booster.plugin.support_no_sync()
-        with self.booster.no_sync(self.model, self.optimizer) if may_wait else contextlib.nullcontext():
-            self.booster.backward(loss, self.optimizer)
+        context: contextlib.AbstractContextManager[None] = (
+            self.booster.no_sync(self.model, self.optimizer) if may_wait else contextlib.nullcontext()
+        )
+        return context
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the loss's gradient."""
+        self.booster.backward(loss, self.optimizer)
+
+    def resume_schedule(self, steps: int) -> None:
+        """Put the learning rate where it stands after so many optimizer steps."""
+        self.scheduler.last_epoch = steps
+        rates = [base * lr_factor(steps, self.settings) for base in self.scheduler.base_lrs]
+        for group, rate in zip(self.optimizer.optim.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self.scheduler._last_lr = rates
 
     def step(self) -> float:
         """One optimizer step and one schedule step; gives the gradient norm before clipping."""
@@ -97,6 +115,19 @@ class Policy:
         return iter(self.network.named_parameters())
 
 
+def lr_factor(step: int, config: OptimizerConfig) -> float:
+    """Learning rate of optimizer step `step` (from 0) over its peak: a rise that ends at the peak, then the schedule.
+
+    Linear and cosine fall to 0 at `total_steps`, which is after the last step.
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return 1.0
+    done = min(1.0, (step - config.warmup_steps) / max(1, config.total_steps - config.warmup_steps))
+    return 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+
+
 def load_model(model: ModelConfig, device: torch.device, dtype: torch.dtype, *, path: str | None = None) -> Any:
     """The transformers model on `device`."""
     return AutoModelForCausalLM.from_pretrained(
@@ -121,18 +152,10 @@ class ReferencePolicy:
 
 
 def _score(model: Any, batch: MicroBatch, temperature: float, *, autocast: bool) -> tuple[Tensor, Tensor]:
-    with torch.autocast(batch.input_ids.device.type, torch.bfloat16, enabled=autocast), _attention(batch):
+    with torch.autocast(batch.input_ids.device.type, torch.bfloat16, enabled=autocast):
         return model(
             batch.input_ids, batch.position_ids, batch.attention_mask, batch.predict, batch.targets, temperature
         )
-
-
-def _attention(batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
-    """On CPU, fused attention's backward pass is several times slower than plain matrix products under a full mask."""
-    if batch.input_ids.device.type == "cpu" and batch.attention_mask.dim() == 4:
-        context: contextlib.AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH)
-        return context
-    return contextlib.nullcontext()
 
 
 def _booster_plugin(config: PluginConfig, device: torch.device) -> Any:
