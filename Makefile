@@ -42,7 +42,7 @@ $(INSTALLED): setup.cfg overrides.txt
 	@$(PYTHON) -c 'import sys; (3, 11) <= sys.version_info < (3, 13) or sys.exit("Python must be 3.11 or 3.12, got " + sys.version.split()[0] + "; make install PYTHON=python3.12 picks another")'
 	$(if $(OTHER_DEVICE),rm -rf .venv)
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	@$(if $(index_url),UV_DEFAULT_INDEX='$(index_url)') UV_FIND_LINKS='$(find_links)' $(BIN)/uv pip install --compile-bytecode --python $(BIN)/python --override overrides.txt -e '.[$(DEVICE),dev]'
 	touch $@
 
