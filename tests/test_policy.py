@@ -14,7 +14,8 @@ def factors(**settings: Any) -> list[float]:
     """Learning rate over its peak at each of eight steps."""
     from rayless.trainers.policy import lr_factor
 
-    config = OptimizerConfig(**{"lr": 1.0, "weight_decay": 0.0, "schedule": "constant", "warmup_steps": 0} | settings)
+    plain: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.0, "schedule": "constant", "warmup_steps": 0}
+    config = OptimizerConfig(**plain | settings)
     return [lr_factor(step, config) for step in range(config.total_steps)]
 
 
