@@ -25,7 +25,7 @@ from rayless.comm.topology import Topology, connect, disconnect, meet
 from rayless.launch.config import JobConfig, read_config
 from rayless.launch.plan import Plan, arithmetic, fixed_numbers, log_name, make_plan, rank_map
 from rayless.launch.summary import summarize
-from rayless.launch.terminal import ProgressDisplay, redirect_output, refuse, report_errors
+from rayless.launch.terminal import ProgressDisplay, blaming_lost_peers, redirect_output, refuse, report_errors
 from rayless.rollout.engine import Engine
 from rayless.rollout.prompts import Prompts, PromptStream, load_prompts
 from rayless.rollout.rewards import Rewarder, load_rewards
@@ -126,10 +126,11 @@ def run(job: Job) -> None:
         (folder / "config.yaml").write_text(config.text)
         print(f"run {folder}", *rank_map(job.plan.seats), *arithmetic(job.plan, config), sep="\n", file=terminal)
     share_cores(topology)
-    if topology.seat.role == "trainer":
-        train(job, topology, folder, terminal)
-    else:
-        roll_out(job, topology)
+    with blaming_lost_peers():
+        if topology.seat.role == "trainer":
+            train(job, topology, folder, terminal)
+        else:
+            roll_out(job, topology)
     disconnect()
 
 

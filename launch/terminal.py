@@ -6,6 +6,8 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, TextIO
@@ -39,13 +41,24 @@ def refuse(error: ValueError, *, speaks: bool) -> NoReturn:
     sys.exit(2)
 
 
+@contextmanager
+def blaming_lost_peers() -> Iterator[None]:
+    """Around a rank's work: when a peer went away, let the launcher find that out before this rank fails of it too.
+
+    torchrun takes the failure that was reported first for the root cause, and this rank would be quicker to report.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if any(sign in str(error) for sign in LOST_PEER):
+            time.sleep(GRACE_SECONDS)
+        raise
+
+
 def report_errors(name: str, terminal: TextIO) -> None:
     """Make an uncaught exception end with this rank's name and traceback, in its log and on the terminal."""
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        # A rank whose peer went away is not the one to blame: the peer's own message is to be the last.
-        if any(sign in str(error) for sign in LOST_PEER):
-            time.sleep(GRACE_SECONDS)
         text = f"{name}: {kind.__name__}: {error}\n" + "".join(traceback.format_exception(kind, error, trace))
         for stream in (sys.stderr, terminal):
             stream.write(text)
