@@ -113,35 +113,51 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-@torch.no_grad()
-def send_weights(
-    topology: Topology,
-    weights: Iterable[tuple[str, Tensor]],
-    manifest: Manifest,
-    *,
-    version: int,
-    config: WeightsConfig,
-) -> None:
-    """Broadcast `weights`, each cast to its manifest dtype; called by the trainer leader. Returns when all is sent.
+class _Memory:
+    """Byte buffers by slot. On a CPU they are kept from version to version: new pages cost as much as filling them.
 
-    Raises AssertionError that names the tensor when one is missing, on top, out of order or of another shape.
+    CUDA's allocator gives memory out again at no cost, and in between others may have it.
     """
-    bridge = _bridge(topology)
-    source = iter(weights)
-    buckets = _buckets(manifest, config.bucket_mib * 2**20)
-    largest = max(bucket.num_bytes for bucket in buckets)
-    buffers = [torch.empty(largest, dtype=torch.uint8, device=topology.device) for _ in buckets[:NUM_IN_FLIGHT]]
-    works: list[dist.Work] = []
-    for bucket in buckets:
-        if bucket.number >= NUM_IN_FLIGHT:
-            works[bucket.number - NUM_IN_FLIGHT].wait()  # its buffer is free again
-        buffer = buffers[bucket.number % NUM_IN_FLIGHT][: bucket.num_bytes]
-        _fill(bucket, buffer, source, version)
-        works.append(_broadcast(buffer, bridge))
-    for work in works[-NUM_IN_FLIGHT:]:
-        work.wait()
-    extra = next(source, None)
-    assert extra is None, f"version {version}: the manifest ends here, the trainer gave {extra[0]!r} on top"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.kept: dict[int, Tensor] = {}
+
+    def buffer(self, slot: int, num_bytes: int) -> Tensor:
+        """[num_bytes] uint8, not set to anything."""
+        if self.device.type != "cpu":
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        if slot not in self.kept or len(self.kept[slot]) < num_bytes:
+            self.kept[slot] = torch.empty(num_bytes, dtype=torch.uint8)
+        return self.kept[slot][:num_bytes]
+
+
+class WeightSender:
+    """The trainer leader's end of the bridge."""
+
+    def __init__(self, topology: Topology, manifest: Manifest, config: WeightsConfig) -> None:
+        self.bridge = _bridge(topology)
+        self.buckets = _buckets(manifest, config.bucket_mib * 2**20)
+        self.memory = _Memory(topology.device)
+
+    @torch.no_grad()
+    def send(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """Broadcast `weights`, each cast to its manifest dtype; returns when all is sent.
+
+        Raises AssertionError that names the tensor when one is missing, on top, out of order or of another shape.
+        """
+        source = iter(weights)
+        works: list[dist.Work] = []
+        for bucket in self.buckets:
+            if bucket.number >= NUM_IN_FLIGHT:
+                works[bucket.number - NUM_IN_FLIGHT].wait()  # its buffer is free again
+            buffer = self.memory.buffer(bucket.number % NUM_IN_FLIGHT, bucket.num_bytes)
+            _fill(bucket, buffer, source, version)
+            works.append(_broadcast(buffer, self.bridge))
+        for work in works[-NUM_IN_FLIGHT:]:
+            work.wait()
+        extra = next(source, None)
+        assert extra is None, f"version {version}: the manifest ends here, the trainer gave {extra[0]!r} on top"
 
 
 def _fill(bucket: _Bucket, buffer: Tensor, source: Iterator[tuple[str, Tensor]], version: int) -> None:
@@ -156,24 +172,30 @@ def _fill(bucket: _Bucket, buffer: Tensor, source: Iterator[tuple[str, Tensor]],
     tail[2:] = bucket.checksums(buffer)
 
 
-@torch.no_grad()
-def receive_weights(
-    topology: Topology, manifest: Manifest, *, version: int, config: WeightsConfig
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of one version in manifest order; called by every rollout rank, which must take all of them.
+class WeightReceiver:
+    """A rollout rank's end of the bridge."""
 
-    Each bucket has memory of its own that nobody writes to again, so a consumer may keep what it was given.
-    Raises RuntimeError that names the tensor when what arrived is not what was sent.
-    """
-    bridge = _bridge(topology)
-    pending: list[tuple[_Bucket, Tensor, dist.Work]] = []
-    for bucket in _buckets(manifest, config.bucket_mib * 2**20):
-        buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=topology.device)
-        pending.append((bucket, buffer, _broadcast(buffer, bridge)))
-        if len(pending) == NUM_IN_FLIGHT:
-            yield from _take(*pending.pop(0), version)
-    for arrived in pending:
-        yield from _take(*arrived, version)
+    def __init__(self, topology: Topology, manifest: Manifest, config: WeightsConfig) -> None:
+        self.num_bytes = sum(spec.num_bytes for spec in manifest)
+        self.bridge = _bridge(topology)
+        self.buckets = _buckets(manifest, config.bucket_mib * 2**20)
+        self.memory = _Memory(topology.device)
+
+    @torch.no_grad()
+    def receive(self, *, version: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of one version in manifest order; every rollout rank must take all of them.
+
+        Each bucket has memory of its own, so a consumer may keep what it was given until the next version is asked for.
+        Raises RuntimeError that names the tensor when what arrived is not what was sent.
+        """
+        pending: list[tuple[_Bucket, Tensor, dist.Work]] = []
+        for bucket in self.buckets:
+            buffer = self.memory.buffer(bucket.number, bucket.num_bytes)
+            pending.append((bucket, buffer, _broadcast(buffer, self.bridge)))
+            if len(pending) == NUM_IN_FLIGHT:
+                yield from _take(*pending.pop(0), version)
+        for arrived in pending:
+            yield from _take(*arrived, version)
 
 
 def _take(bucket: _Bucket, buffer: Tensor, work: dist.Work, version: int) -> Iterator[tuple[str, Tensor]]:

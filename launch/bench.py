@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from rayless.comm.launcher import read_launcher
 from rayless.comm.topology import Topology, TopologyConfig, connect, disconnect, meet
-from rayless.comm.weights import WeightsConfig, agree_manifest, describe, receive_weights, send_weights
+from rayless.comm.weights import WeightReceiver, WeightsConfig, WeightSender, agree_manifest, describe
 from rayless.launch.config import find_path
 from rayless.launch.grpo import share_cores
 from rayless.rollout.engine import RolloutConfig
@@ -59,9 +59,10 @@ def _trainer_side(topology: Topology, model: ModelConfig) -> dict[str, Any]:
     flat = torch.zeros(num_bytes, dtype=torch.uint8, device=topology.device)
     times: dict[str, list[float]] = {"plain_seconds": [], "local_reload_seconds": [], "sync_seconds": []}
     plain = partial(dist.broadcast, flat, group=topology.bridge, group_src=0)
+    sender = WeightSender(topology, manifest, WeightsConfig())
     for version in range(ROUNDS + 1):
         weights = network.named_parameters()
-        send = partial(send_weights, topology, weights, manifest, version=version, config=WeightsConfig())
+        send = partial(sender.send, weights, version=version)
         phases: list[Callable[[], Any]] = [plain, nothing, send]
         for name, work in zip(times, phases, strict=True):
             times[name].append(_timed(topology, work))
@@ -85,10 +86,10 @@ def _rollout_side(topology: Topology, model: ModelConfig) -> None:
     flat = torch.zeros(sum(spec.num_bytes for spec in manifest), dtype=torch.uint8, device=topology.device)
     own = [(spec.name, torch.zeros(spec.shape, dtype=spec.dtype, device=topology.device)) for spec in manifest]
     plain = partial(dist.broadcast, flat, group=topology.bridge, group_src=0)
+    receiver = WeightReceiver(topology, manifest, WeightsConfig())
     for version in range(ROUNDS + 1):
-        received = receive_weights(topology, manifest, version=version, config=WeightsConfig())
         reload = partial(engine.load_weights, iter(own), version=version)
-        sync = partial(engine.load_weights, received, version=version)
+        sync = partial(engine.load_weights, receiver.receive(version=version), version=version)
         for work in (plain, reload, sync):
             _timed(topology, work)
     meet(topology)

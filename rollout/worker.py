@@ -18,7 +18,7 @@ from rayless.comm.experience import Experience
 from rayless.comm.orders import Kind, Order, await_order
 from rayless.comm.topology import Topology
 from rayless.comm.transfer import Message, agree_statistics, engine_of, send_message
-from rayless.comm.weights import Manifest, WeightsConfig, agree_manifest, receive_weights
+from rayless.comm.weights import WeightReceiver, WeightsConfig, agree_manifest
 from rayless.rollout.engine import Completion, Engine
 from rayless.rollout.prompts import Prompt, PromptStream, sampling_seed
 from rayless.rollout.rewards import Rewarder, Scores
@@ -47,12 +47,12 @@ class RolloutWorker:
 
     def loop(self) -> None:
         """Execute orders until the job ends."""
-        manifest = agree_manifest(self.topology, None)
+        receiver = WeightReceiver(self.topology, agree_manifest(self.topology, None), self.weights)
         agree_statistics(self.topology, self.statistics.names)
         self.window_start = time.perf_counter()
         while (order := self._await_order()).kind != Kind.STOP:
             if order.kind == Kind.PUBLISH:
-                self._take_weights(manifest, order.version)
+                self._take_weights(receiver, order.version)
             else:
                 self._close_window()
                 self._generate(order)
@@ -69,14 +69,13 @@ class RolloutWorker:
         self.statistics.add("bubble/rollout", self.idle_seconds, now - self.window_start)
         self.idle_seconds, self.window_start = 0.0, now
 
-    def _take_weights(self, manifest: Manifest, version: int) -> None:
+    def _take_weights(self, receiver: WeightReceiver, version: int) -> None:
         start = time.perf_counter()
-        tensors = receive_weights(self.topology, manifest, version=version, config=self.weights)
-        self.engine.load_weights(tensors, version=version)
+        self.engine.load_weights(receiver.receive(version=version), version=version)
         self.version = version
         seconds = time.perf_counter() - start
         self.statistics.add("weights/sync_seconds", seconds, 1)
-        self.statistics.add("weights/gigabytes_per_second", sum(spec.num_bytes for spec in manifest) / 1e9, seconds)
+        self.statistics.add("weights/gigabytes_per_second", receiver.num_bytes / 1e9, seconds)
 
     def _generate(self, order: Order) -> None:
         """Run this engine's share of the order; a group leaves as soon as it and all before it are finished."""

@@ -10,7 +10,7 @@ import torch
 from ranks import run_ranks
 
 from rayless.comm.topology import Topology, TopologyConfig
-from rayless.comm.weights import WeightsConfig, agree_manifest, describe, receive_weights, send_weights
+from rayless.comm.weights import WeightReceiver, WeightsConfig, WeightSender, agree_manifest, describe
 
 TINY = str(Path(__file__).parents[1] / "models" / "tiny")
 PROMPTS = [[1, 100 + number, 200 + 7 * number, 300] for number in range(8)]
@@ -30,7 +30,7 @@ def _sync(topology: Topology, folder: str) -> Any:
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
     model.save_pretrained(folder)
     manifest = agree_manifest(topology, describe(model.named_parameters(), torch.float32))
-    send_weights(topology, model.named_parameters(), manifest, version=3, config=config)
+    WeightSender(topology, manifest, config).send(model.named_parameters(), version=3)
     return None
 
 
@@ -50,7 +50,10 @@ def _answers(topology: Topology, path: str, config: WeightsConfig | None) -> Any
     engine = VLLMEngine(path, tokenizer, rollout, dtype=torch.float32, device=topology.device, seed=0)
     if config:
         manifest = agree_manifest(topology, None)
-        engine.load_weights(receive_weights(topology, manifest, version=3, config=config), version=3)
+        receiver = WeightReceiver(topology, manifest, config)
+        engine.load_weights(receiver.receive(version=3), version=3)
+        for buffer in receiver.memory.kept.values():
+            buffer.fill_(255)  # not a number anywhere: the next version may arrive while this one generates
     for number, prompt in enumerate(PROMPTS):
         engine.add(number, prompt, seed=1000 * number)
     finished: dict[int, Any] = {}

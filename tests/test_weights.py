@@ -13,11 +13,11 @@ from rayless.comm.topology import Topology, TopologyConfig, meet
 from rayless.comm.weights import (
     Manifest,
     TensorSpec,
+    WeightReceiver,
     WeightsConfig,
+    WeightSender,
     agree_manifest,
     describe,
-    receive_weights,
-    send_weights,
 )
 
 Named = list[tuple[str, Tensor]]
@@ -67,6 +67,11 @@ def cast(named: Named, manifest: Manifest) -> Named:
     return [(name, tensor.to(spec.dtype)) for (name, tensor), spec in zip(named, manifest, strict=True)]
 
 
+def copies(named: Named) -> Named:
+    """What the next version does not overwrite."""
+    return [(name, tensor.clone()) for name, tensor in named]
+
+
 def publish(
     topology: Topology, manifests: list[Manifest], versions: list[int], config: WeightsConfig
 ) -> tuple[list[Manifest], list[Named]]:
@@ -75,11 +80,13 @@ def publish(
     for manifest in manifests:
         is_leader = topology.control.rank() == 0
         agreed.append(agree_manifest(topology, manifest if is_leader else None))
-        for version in versions:
-            if is_leader:
-                send_weights(topology, weights_of(version), agreed[-1], version=version, config=config)
-            elif topology.seat.role == "rollout":
-                arrived.append(list(receive_weights(topology, agreed[-1], version=version, config=config)))
+        if is_leader:
+            sender = WeightSender(topology, agreed[-1], config)
+            for version in versions:
+                sender.send(weights_of(version), version=version)
+        elif topology.seat.role == "rollout":
+            receiver = WeightReceiver(topology, agreed[-1], config)
+            arrived += [copies(list(receiver.receive(version=version))) for version in versions]
     return agreed, arrived
 
 
@@ -124,7 +131,7 @@ def from_one_scratch(named: Named) -> Iterator[tuple[str, Tensor]]:
 
 
 def publish_and_overwrite(topology: Topology, manifest: Manifest, versions: list[int]) -> tuple[int, list[Named]]:
-    """The sender spoils its weights and buckets after each version; receivers look only when all versions are through.
+    """The sender spoils its weights and buckets after each version; receivers look when a whole version is through.
 
     Returns how many buckets were sent, and what arrived.
     """
@@ -139,20 +146,22 @@ def publish_and_overwrite(topology: Topology, manifest: Manifest, versions: list
     with pytest.MonkeyPatch.context() as patch:
         if topology.seat.role == "trainer":
             patch.setattr(weights, "_broadcast", remember)
-        for version in versions:
-            if topology.seat.role == "rollout":
+        if topology.seat.role == "rollout":
+            receiver = WeightReceiver(topology, manifest, SMALL_BUCKETS)
+            for version in versions:
                 time.sleep(0.1)  # the sender has all its buckets in flight before anyone takes one
-                kept.append(list(receive_weights(topology, manifest, version=version, config=SMALL_BUCKETS)))
-            else:
-                source = from_one_scratch(weights_of(version, FIVE_BUCKETS))
-                send_weights(topology, source, manifest, version=version, config=SMALL_BUCKETS)
+                kept.append(copies(list(receiver.receive(version=version))))
+        else:
+            sender = WeightSender(topology, manifest, SMALL_BUCKETS)
+            for version in versions:
+                sender.send(from_one_scratch(weights_of(version, FIVE_BUCKETS)), version=version)
                 for buffer in sent:
                     buffer.fill_(255)
     meet(topology)
     return len(sent), kept
 
 
-def test_tensors_kept_to_the_end_hold_what_was_sent_whatever_the_sender_overwrites() -> None:
+def test_tensors_kept_to_the_end_of_a_version_hold_what_was_sent_whatever_the_sender_overwrites() -> None:
     versions = [1, 2, 3]
     manifest = describe(weights_of(1, FIVE_BUCKETS), torch.bfloat16)
     found = run_ranks(publish_and_overwrite, 3, config=TP_2, arguments=(manifest, versions))
@@ -185,13 +194,15 @@ def receive_damaged(
     """One version per place, with that byte of its only bucket damaged on one rank; what came out before the error."""
     results = []
     broadcast = weights._broadcast
+    if topology.seat.role == "trainer":
+        sender = WeightSender(topology, manifest, SMALL_BUCKETS)
+        for version in range(len(places)):
+            sender.send(weights_of(version, {spec.name: spec.shape for spec in manifest}), version=version)
+        return []
+    receiver = WeightReceiver(topology, manifest, SMALL_BUCKETS)
     for version, place in enumerate(places):
-        if topology.seat.role == "trainer":
-            source = weights_of(version, {spec.name: spec.shape for spec in manifest})
-            send_weights(topology, source, manifest, version=version, config=SMALL_BUCKETS)
-            continue
         given: list[str] = []
-        stream = receive_weights(topology, manifest, version=version, config=SMALL_BUCKETS)
+        stream = receiver.receive(version=version)
         if topology.seat.index != damaged_rank:
             results.append(([name for name, _ in stream], ""))
             continue
@@ -224,10 +235,10 @@ def test_a_damaged_byte_is_noticed_by_the_rank_that_has_it_before_any_tensor_is_
 def expect_another_version(topology: Topology, manifest: Manifest) -> str:
     if topology.seat.role == "trainer":
         shapes = {spec.name: spec.shape for spec in manifest}
-        send_weights(topology, weights_of(3, shapes), manifest, version=3, config=SMALL_BUCKETS)
+        WeightSender(topology, manifest, SMALL_BUCKETS).send(weights_of(3, shapes), version=3)
         return ""
     with pytest.raises(RuntimeError) as error:
-        next(receive_weights(topology, manifest, version=4, config=SMALL_BUCKETS))
+        next(WeightReceiver(topology, manifest, SMALL_BUCKETS).receive(version=4))
     return str(error.value)
 
 
@@ -245,7 +256,7 @@ def send_what_the_manifest_does_not_say(topology: Topology, sets: list[Named]) -
     complaints = []
     for named in sets if topology.seat.role == "trainer" else []:
         with pytest.raises(AssertionError) as error:
-            send_weights(topology, iter(named), ABC, version=6, config=SMALL_BUCKETS)
+            WeightSender(topology, ABC, SMALL_BUCKETS).send(iter(named), version=6)
         complaints.append(str(error.value))
     return complaints
 
@@ -253,9 +264,9 @@ def send_what_the_manifest_does_not_say(topology: Topology, sets: list[Named]) -
 def send_one_on_top(topology: Topology) -> str:
     named = [(name, torch.ones(2)) for name in "abcx"]
     if topology.seat.role == "rollout":
-        return " ".join(name for name, _ in receive_weights(topology, ABC, version=6, config=SMALL_BUCKETS))
+        return " ".join(name for name, _ in WeightReceiver(topology, ABC, SMALL_BUCKETS).receive(version=6))
     with pytest.raises(AssertionError) as error:
-        send_weights(topology, named, ABC, version=6, config=SMALL_BUCKETS)
+        WeightSender(topology, ABC, SMALL_BUCKETS).send(named, version=6)
     return str(error.value)
 
 
@@ -281,7 +292,7 @@ def use_the_bridge_from_the_second_trainer(topology: Topology) -> str:
     if topology.seat.name != "trainer[1]":
         return ""
     with pytest.raises(AssertionError) as error:
-        send_weights(topology, [("one", torch.ones(1))], ABC, version=1, config=SMALL_BUCKETS)
+        WeightSender(topology, ABC, SMALL_BUCKETS)
     return str(error.value)
 
 

@@ -21,7 +21,7 @@ from rayless.comm.launcher import Launch
 from rayless.comm.orders import Kind, Order, announce
 from rayless.comm.topology import Topology, connect_trainers
 from rayless.comm.transfer import agree_statistics, engine_of, receive_message
-from rayless.comm.weights import WeightsConfig, agree_manifest, describe, send_weights
+from rayless.comm.weights import WeightsConfig, WeightSender, agree_manifest, describe
 from rayless.trainers.checkpoint import Progress, load_training_state, read_progress, save_checkpoint
 from rayless.trainers.grpo_config import check_batch, groups_per_update
 from rayless.trainers.metrics import Recorder, StepCounts
@@ -166,7 +166,9 @@ class BaseConsumer(ABC):
         """Agree with the rollout ranks on what travels."""
         assert self.total_steps % self.steps_per_update == 0, "a run ends with a whole weight update"
         dtype = self.model_config.torch_dtype
-        self.manifest = agree_manifest(self.topology, describe(self.policy.named_weights(), dtype))
+        manifest = agree_manifest(self.topology, describe(self.policy.named_weights(), dtype))
+        has_bridge = self.topology.bridge is not None
+        self.sender = WeightSender(self.topology, manifest, self.surroundings.weights) if has_bridge else None
         self.statistics = agree_statistics(self.topology, None)
         self.saved_steps = self.progress.steps
         self.step_started = time.perf_counter()
@@ -175,14 +177,8 @@ class BaseConsumer(ABC):
         """Every rollout rank gets the policy's weights."""
         with self._timed("time/publish"):
             announce(self.topology, Order(kind=Kind.PUBLISH, version=self.policy_version))
-            if self.topology.bridge is not None:
-                send_weights(
-                    self.topology,
-                    self.policy.named_weights(),
-                    self.manifest,
-                    version=self.policy_version,
-                    config=self.surroundings.weights,
-                )
+            if self.sender:
+                self.sender.send(self.policy.named_weights(), version=self.policy_version)
         self.published = self.policy_version
 
     def _request(self) -> None:
