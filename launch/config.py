@@ -268,8 +268,11 @@ def _settle(config: JobConfig) -> JobConfig:
             f"grpo_config.layout=shared_prefix needs model_config.attn_implementation=sdpa, "
             f"got {config.model_config.attn_implementation}; take grpo_config.layout=padded"
         )
-    if config.device == "cuda" and not torch.cuda.is_available():
+    sees_gpu = torch.cuda.is_available()
+    if config.device == "cuda" and not sees_gpu:
         raise ValueError("run.device=cuda needs a GPU, and torch sees none")
+    if config.device == "cpu" and sees_gpu:  # vLLM and ColossalAI take the GPU that they see
+        raise ValueError("run.device=cpu needs the GPUs hidden: set CUDA_VISIBLE_DEVICES= (nothing) and start again")
     model = replace(config.model_config, path=find_path(config.model_config.path, "model_config.path"))
     data, in_checkout = config.data, ROOT / str(config.data.path)
     if data.source in ("jsonl", "parquet") and not Path(str(data.path)).exists() and in_checkout.exists():
@@ -278,7 +281,12 @@ def _settle(config: JobConfig) -> JobConfig:
         config,
         model_config=model,
         data=data,
-        grpo_config=replace(grpo, temperature=rollout.temperature, num_generations=rollout.num_generations),
+        grpo_config=replace(
+            grpo,
+            temperature=rollout.temperature,
+            num_generations=rollout.num_generations,
+            loss_length=grpo.loss_length or rollout.max_new_tokens,
+        ),
     )
 
 
@@ -311,10 +319,13 @@ def _readable(message: str) -> str:
 
 def _wanted(key: str) -> str:
     """What the key's type allows, in words."""
-    hint = TYPES[key]
+    return _in_words(TYPES[key])
+
+
+def _in_words(hint: Any) -> str:
     origin, choices = get_origin(hint), get_args(hint)
     if origin is Literal:
         return f"one of {', '.join(choices)}"
     if origin in (Union, UnionType):
-        return " or ".join(_WORDS[choice] for choice in choices)
+        return " or ".join(map(_in_words, choices))
     return _WORDS[hint]

@@ -10,6 +10,7 @@ import rayless.launch.cpu_defaults  # isort: skip  # noqa: F401 - before torch
 import os
 import sys
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,8 +83,15 @@ def prepare(arguments: list[str]) -> Job:
     if len(tokenizer) < 2:  # transformers makes up an empty one
         raise ValueError(f"model_config.path: {model.path!r} holds no tokenizer")
     limit = config.rollout.max_prompt_length
-    check_network(network.to_dict(), longest=limit + config.rollout.max_new_tokens)
+    check_network(
+        network.to_dict(),
+        longest=limit + config.rollout.max_new_tokens,
+        shares_prefix=config.grpo_config.layout == "shared_prefix",
+        checkpointing=model.gradient_checkpointing,
+    )
     prompts = load_prompts(config.data, tokenizer, max_prompt_length=limit, seed=config.run.seed)
+    for prompt in prompts.kept:
+        rewarder.check(prompt.row, {**prompt.columns, "answer": prompt.answer})
     plan = make_plan(config, launch, num_prompts=len(prompts.kept), num_too_long=prompts.num_too_long)
     checkpoint = resume_point(config)
     check_unclaimed(save_dir(config, config.run.name or ""), checkpoint)
@@ -182,9 +190,8 @@ def train(job: Job, topology: Topology, folder: Path, terminal: Any) -> None:
         meet(topology)
         return
     display = ProgressDisplay(terminal, total=plan.total_steps, done=first_step - 1)
-    consumer.loop(display)
-    display.close()
-    recorder.close()
+    with closing(display), closing(recorder):
+        consumer.loop(display)
     meet(topology)
     if consumer.policy_version >= first_step:
         display.console.print(summarize(folder, find_checkpoint(save_dir(config, folder.name), "auto")))

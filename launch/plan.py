@@ -46,6 +46,11 @@ def make_plan(config: JobConfig, launch: Launch, *, num_prompts: int, num_too_lo
     num_engines = max(seat.engine for seat in seats) + 1
     check_batch(grpo.batch_size, grpo.minibatch_size, sum(seat.role == "trainer" for seat in seats))
     per_update = groups_per_update(num_engines, config.rollout.num_recv_per_update, grpo.batch_size)
+    if grpo.old_logprobs == "recompute" and per_update > grpo.batch_size:
+        raise ValueError(
+            f"grpo_config.old_logprobs=recompute needs one optimizer step per weight update, got "
+            f"{per_update // grpo.batch_size} (rollout.num_recv_per_update)"
+        )
     possible = num_prompts // per_update
     if possible < 1:
         raise ValueError(

@@ -84,6 +84,8 @@ class ProgressDisplay:
                 TimeElapsedColumn(),
                 TimeRemainingColumn(),
                 console=self.console,
+                redirect_stdout=False,  # they lead to this rank's log
+                redirect_stderr=False,
             )
             self.task = self.bar.add_task("", total=total, completed=done)
             self.bar.start()

@@ -33,7 +33,7 @@ class RolloutConfig:
     stop: list[str] = field(default_factory=list)
     """Texts that end a completion, besides the model's own end tokens."""
     max_staleness: int = 0
-    """Optimizer steps by which the weights that sampled a token may lag behind; only 0 (on-policy) is there yet."""
+    """Weight updates by which the weights that sample a group may lag behind; only 0 is there yet."""
     kv_cache_gib: float | None = None
     """vLLM's key/value cache in GiB; null means 1 on CPU and what gpu_memory_utilization leaves on CUDA."""
     gpu_memory_utilization: float = 0.85

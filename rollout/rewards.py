@@ -99,6 +99,15 @@ class Rewarder:
     def names(self) -> list[str]:
         return list(self.functions)
 
+    def check(self, row: int, columns: dict[str, Any]) -> None:
+        """Raises ValueError when a built-in function could never score this row (its position in the source)."""
+        for config, _ in self.functions.values():
+            if config.name in NEEDS:
+                try:
+                    NEEDS[config.name](columns)
+                except ValueError as error:
+                    raise ValueError(f"{error} (prompt {row}, counted from 0)") from None
+
     def score(self, prompt: str, completions: list[str], columns: dict[str, Any]) -> Scores:
         """Scores of the completions of one prompt; `columns` holds the prompt's `answer` and its row's other values.
 
@@ -163,10 +172,6 @@ def reasoning_gym(prompts: list[str], completions: list[str], **columns: Any) ->
     The scorer sees the completion without the white space around it and nothing else taken away: a chain_sum answer in
     a sentence earns only the share of its characters that are the answer, so ask for the bare answer in the prompt.
     """
-    if "entry" not in columns:
-        raise ValueError(
-            "rewards: reasoning_gym needs prompts of data.source reasoning_gym, got a prompt without entry"
-        )
     return [
         float(_reasoning_gym_scorer(entry["metadata"]["source_dataset"])(answer=text.strip(), entry=entry))
         for text, entry in zip(completions, columns["entry"], strict=True)
@@ -179,6 +184,20 @@ BUILT_IN: dict[str, RewardFunction] = {
     "math": math_match,
     "reasoning_gym": reasoning_gym,
 }
+
+
+def _need_number(columns: dict[str, Any]) -> None:
+    _number(columns["answer"])
+
+
+def _need_entry(columns: dict[str, Any]) -> None:
+    if "entry" not in columns:
+        raise ValueError(
+            "rewards: reasoning_gym needs prompts of data.source reasoning_gym, got a prompt without entry"
+        )
+
+
+NEEDS: dict[str, Callable[[dict[str, Any]], None]] = {"number_match": _need_number, "reasoning_gym": _need_entry}
 
 
 def math_reward(completion: str, answer: str | float | None) -> float:

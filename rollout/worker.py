@@ -89,6 +89,7 @@ class RolloutWorker:
         unsent = list(numbers)
         sending: list[tuple[Work, Tensor]] = []
         while unsent:
+            assert self.engine.busy or unsent[0] in finished, f"the engine is idle, and group {unsent[0]} never came"
             finished.update(self.engine.step())
             while unsent and unsent[0] in finished:
                 number = unsent.pop(0)

@@ -23,7 +23,13 @@ TINY = ["--config", str(RECIPES / "tiny.yaml")]
 JSONL = ["--data.source", "jsonl", "--data.task", "null", "--data.task_options", "{}"]
 CASES = Path(__file__).parent / "cases"
 # Keys where a number out of the ordinary means something, and says so in its description.
-MEANINGFUL = {("grpo_config.clip_high", ".inf"), ("plugin_config.max_norm", ".inf")}
+MEANINGFUL = {
+    ("grpo_config.clip_high", ".inf"),
+    ("grpo_config.clip_cov_low", "-1"),
+    ("grpo_config.off_policy_threshold", "-1"),
+    ("grpo_config.correction_high", ".inf"),
+    ("plugin_config.max_norm", ".inf"),
+}
 REWARDS = "a list of {name, weight, options}"
 TEXT = "text (quoted if it reads as a number)"
 
@@ -81,7 +87,10 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--run.name ..", "run.name must be a plain folder name, got '..'"),
         ("--run.dir=", "run.dir must be a folder, got ''"),
         ("--grpo_config.lr nan", "grpo_config.lr must be a number, got 'nan'"),
-        ("--grpo_config.scale_rewards 1", "grpo_config.scale_rewards must be true or false, got '1'"),
+        (
+            "--grpo_config.scale_rewards 1",
+            "grpo_config.scale_rewards must be one of group, batch, none or null, got '1'",
+        ),
         ("--grpo_config.schedule cos", "grpo_config.schedule must be one of constant, linear, cosine, got 'cos'"),
         ("--run.device gpu", "run.device must be one of auto, cpu, cuda, got 'gpu'"),
         ("--rollout.stop [a,1]", "rollout.stop must be a list of texts, got '1'"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import logs, metrics, run_job, start_job, without_times
+from jobs import ROOT, logs, metrics, run_job, start_job, without_times
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -90,10 +90,19 @@ def test_a_resumed_run_equals_the_uninterrupted_one(finished: Path, tmp_path: Pa
 
 def test_two_zero_trainers_and_two_vllm_engines_train(tmp_path: Path) -> None:
     zero = ("--plugin_config.plugin", "zero", "--plugin_config.zero_stage", "2", "--plugin_config.precision", "bf16")
-    run_job(4, *zero, "--model_config.dtype", "bfloat16", "--run.name", "zero", "--run.steps", "2", folder=tmp_path)
+    rewards = ("--rewards", f'[{{"name": "{_length_reward(tmp_path)}"}}]', "--grpo_config.lr", "1e-3")
+    run_job(
+        *(4, *zero, *rewards, "--model_config.dtype", "bfloat16", "--run.name", "zero", "--run.steps", "2"),
+        folder=tmp_path,
+    )
     rows = metrics(tmp_path, "zero")
     assert [row["weights/version"] for row in rows] == [1, 2]
-    assert len(list((tmp_path / "zero" / "checkpoints" / "step_00000002" / "training").glob("optimizer_*"))) == 2
+    assert all(row["policy/logprob_diff_mean"] < 0.05 for row in rows)
+    checkpoint = tmp_path / "zero" / "checkpoints" / "step_00000002"
+    assert len(list((checkpoint / "training").glob("optimizer_*"))) == 2
+    before, after = (load_file(path / "model.safetensors") for path in (ROOT / "models" / "tiny", checkpoint))
+    # A norm's weight is 1, where a bfloat16 is too coarse for two steps.
+    assert [name for name in before if torch.equal(before[name], after[name]) and "norm" not in name] == []
 
 
 def test_a_tensor_parallel_engine_trains_with_ratio_one(tmp_path: Path) -> None:

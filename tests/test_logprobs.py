@@ -14,13 +14,22 @@ from transformers import AutoModelForCausalLM
 
 from rayless.comm.experience import Experience
 from rayless.trainers import logprobs
+from rayless.trainers.aggregation import Totals, token_weights, total_loss
 from rayless.trainers.logprobs import LogProbModel, log_probs_and_entropy
-from rayless.trainers.losses import clipped_loss, token_mean
+from rayless.trainers.loss_config import LossConfig
+from rayless.trainers.losses import Tokens, policy_terms
 from rayless.trainers.packing import Layout, MicroBatch, empty_micro_batch, micro_batches
 
 TINY = Path(__file__).parents[1] / "models/tiny"
 VOCABULARY = 49152
 CASES = [json.loads(line) for line in (Path(__file__).parent / "cases/logprob_cases.jsonl").open()]
+
+
+def clipped_terms(log_probs: Tensor, old: Tensor, advantages: Tensor, *, clip_high: float) -> Tensor:
+    """The PPO loss of each token."""
+    rows = torch.zeros(len(log_probs), dtype=torch.int64)
+    tokens = Tokens(log_probs=log_probs, old_log_probs=old, advantages=advantages, rows=rows, num_rows=1)
+    return policy_terms(tokens, LossConfig(clip_high=clip_high)).loss
 
 
 def load_tiny(dtype: torch.dtype) -> LogProbModel:
@@ -161,7 +170,7 @@ def test_poison_in_padded_places_changes_nothing(model: LogProbModel, layout: La
         (batch,) = micro_batches(each, row_groups_of(each), layout=layout, max_tokens=1000)
         log_probs, _ = score(model, batch)
         old = each.log_probs[batch.rows, batch.columns] - 4.0
-        clipped_loss(log_probs, old, torch.ones_like(old), clip_low=0.2, clip_high=1e9).loss.sum().backward()
+        clipped_terms(log_probs, old, torch.ones_like(old), clip_high=1e9).sum().backward()
         outcomes.append((log_probs.detach(), gradients(model)))
     assert all(torch.equal(clean, dirty) for clean, dirty in zip(*outcomes, strict=True))
 
@@ -246,7 +255,8 @@ def test_no_targets_give_every_parameter_a_gradient_of_zeros(tied: bool) -> None
         model.model.lm_head.weight = torch.nn.Parameter(model.model.lm_head.weight.detach().clone())
     log_probs, entropy = score(model, empty_micro_batch())
     assert log_probs.shape == entropy.shape == (0,)
-    token_mean(log_probs, 7, num_ranks=2).backward()
+    weights = token_weights(torch.zeros(0, dtype=torch.int64), 0, "token_mean", Totals(num_tokens=7, num_rows=0))
+    total_loss(log_probs, weights).backward()
     assert len(list(model.parameters())) == (46 if tied else 47)
     assert gradients(model).eq(0).all()
 
@@ -285,10 +295,10 @@ def test_the_gradient_does_not_depend_on_how_rows_are_dealt_out(model: LogProbMo
         for row_groups in ranks:
             for batch in micro_batches(experience, row_groups, layout=layout, max_tokens=max_tokens):
                 log_probs, _ = score(model, batch)
-                out = clipped_loss(
-                    log_probs, old[batch.rows, batch.columns], advantages[batch.rows], clip_low=0.2, clip_high=0.28
-                )
-                token_mean(out.loss, tokens, num_ranks=len(ranks)).backward()
+                known = old[batch.rows, batch.columns]
+                terms = clipped_terms(log_probs, known, advantages[batch.rows], clip_high=0.28)
+                totals = Totals(num_tokens=tokens, num_rows=8, num_ranks=len(ranks))
+                total_loss(terms, token_weights(batch.rows, 8, "token_mean", totals)).backward()
             parts.append(gradients(model))
         return torch.stack(parts).mean(dim=0)
 

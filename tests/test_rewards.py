@@ -180,9 +180,18 @@ def test_reasoning_gym_scores_with_the_tasks_own_scorer() -> None:
     assert scores == pytest.approx([1.0, 1.0, len(answer) / (len(answer) + 10), 0.0])
 
 
-def test_reasoning_gym_without_an_entry_says_what_is_missing() -> None:
-    with pytest.raises(ValueError, match="got a prompt without entry"):
-        score("reasoning_gym", ["5"], "5")
+@pytest.mark.parametrize(
+    ("name", "answer", "line"),
+    [
+        ("reasoning_gym", "5", r"got a prompt without entry \(prompt 7, counted from 0\)"),
+        ("number_match", "five", r"needs answers that are numbers, got 'five' \(prompt 7, counted from 0\)"),
+    ],
+)
+def test_a_row_that_could_never_be_scored_is_found_beforehand(name: str, answer: str, line: str) -> None:
+    rewarder = load_rewards([RewardConfig(name="exact_match"), RewardConfig(name=name)])
+    with pytest.raises(ValueError, match=line):
+        rewarder.check(7, {"answer": answer})
+    rewarder.check(7, {"answer": "5", "entry": {}})
 
 
 def test_weights_sum_up_and_the_single_values_stay_unweighted(own: Callable[[str], str]) -> None:

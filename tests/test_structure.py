@@ -178,7 +178,7 @@ def test_every_room_is_walked() -> None:
 @pytest.mark.parametrize(
     ("rule", "file", "source"),
     [
-        (wrong_rooms, "comm/a.py", "from rayless.trainers.losses import clipped_loss"),
+        (wrong_rooms, "comm/a.py", "from rayless.trainers.losses import policy_terms"),
         (wrong_rooms, "rollout/a.py", "def f():\n    import rayless.trainers.losses"),
         (wrong_rooms, "trainers/a.py", "from rayless import rollout"),
         (wrong_rooms, "trainers/sub/a.py", "from rayless.launch.config import load"),

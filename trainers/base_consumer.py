@@ -171,6 +171,7 @@ class BaseConsumer(ABC):
         self.sender = WeightSender(self.topology, manifest, self.surroundings.weights) if has_bridge else None
         self.statistics = agree_statistics(self.topology, None)
         self.saved_steps = self.progress.steps
+        self.received_tokens, self.waited_seconds = 0, 0.0
         self.step_started = time.perf_counter()
 
     def _publish(self) -> None:
@@ -201,7 +202,11 @@ class BaseConsumer(ABC):
             for name, (total, count) in zip(self.statistics, message.statistics.tolist(), strict=True):
                 self.counts.add(name, total, count)
             self.samples += json.loads(message.text) if message.text else []
-        return concat([message.experience for message in messages])
+        experience = concat([message.experience for message in messages])
+        # Of the whole update: what its later steps train on may have arrived while the first one waited.
+        self.received_tokens = int(experience.mask.sum()) + (self.received_tokens if number else 0)
+        self.waited_seconds = self.seconds["time/wait_experience"] + (self.waited_seconds if number else 0.0)
+        return experience
 
     def _make_step(self, pbar: Any) -> None:
         """Call `step` until the optimizer has stepped."""
@@ -215,11 +220,10 @@ class BaseConsumer(ABC):
         now = time.perf_counter()
         elapsed, self.step_started = now - self.step_started, now
         metrics = {**self.counts.means(), **self.seconds, "time/step": elapsed}
-        tokens = metrics["train/tokens"]
         metrics |= {
             "bubble/trainer": metrics["time/wait_experience"] / elapsed,
-            "perf/generated_tokens_per_second": tokens / metrics["time/wait_experience"],
-            "perf/trained_tokens_per_second": tokens / metrics["time/update"],
+            "perf/generated_tokens_per_second": self.received_tokens / max(self.waited_seconds, 1e-9),
+            "perf/trained_tokens_per_second": metrics["train/tokens"] / metrics["time/update"],
             "rollout/groups_sampled": self.batch_size,
             "weights/version": self.published,
         }

@@ -56,6 +56,8 @@ class Progress:
     """Optimizer steps."""
     groups: int = 0
     """Groups consumed: the cursor of the prompt stream."""
+    beta: float | None = None
+    """The KL coefficient where it is steered; null as long as it is the configured one."""
 
 
 def find_checkpoint(save_dir: Path, resume: str) -> Path | None:
@@ -96,8 +98,7 @@ def save_checkpoint(
     final = save_dir / f"step_{progress.steps:08d}"
     partial = save_dir / f"partial_{progress.steps:08d}"
     if topology.is_leader:
-        for leftover in (partial, final):
-            shutil.rmtree(leftover, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         (partial / "training").mkdir(parents=True)
     role_barrier()
     if topology.is_leader or policy.plugin.plugin == "zero":

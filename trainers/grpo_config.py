@@ -5,13 +5,15 @@ from __future__ import annotations
 import difflib
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from rayless.trainers.loss_config import LossConfig
 
 Config = TypeVar("Config")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GRPOConfig:
+class GRPOConfig(LossConfig):
     """Section `grpo_config`: the update."""
 
     batch_size: int = 8
@@ -24,14 +26,6 @@ class GRPOConfig:
     """Completions per prompt; null takes rollout.num_generations, anything else must equal it."""
     temperature: float | None = None
     """Of the sampler; null takes rollout.temperature, anything else must equal it."""
-    clip_low: float = 0.2
-    """Ratios below 1 - clip_low get no gradient where the advantage is negative."""
-    clip_high: float = 0.2
-    """Ratios above 1 + clip_high get no gradient where the advantage is positive; .inf stops none."""
-    beta: float = 0.0
-    """Weight of the KL term (k3) that holds the policy to the model it started from; 0 loads no second model."""
-    scale_rewards: bool = True
-    """Divide centred rewards by their group's standard deviation."""
     lr: float = 1e-6
     """Peak learning rate."""
     warmup_steps: int = 0
@@ -46,19 +40,16 @@ class GRPOConfig:
     """`shared_prefix` computes a group's prompt once (sdpa attention only); `padded` is one row per completion."""
 
     def __post_init__(self) -> None:
+        LossConfig.__post_init__(self)  # super() does not work in a class with slots
         for name in ("batch_size", "minibatch_size", "max_tokens_per_microbatch", "num_update_per_episode"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"grpo_config.{name} must be at least 1, got {value}")
-        for name in ("beta", "lr", "warmup_steps", "weight_decay"):
+        for name in ("lr", "warmup_steps", "weight_decay"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"grpo_config.{name} must be finite and at least 0, got {getattr(self, name)}")
-        if not self.clip_high >= 0:
-            raise ValueError(f"grpo_config.clip_high must be at least 0 (.inf for no bound), got {self.clip_high}")
-        if not 0 <= self.clip_low <= 1:
-            raise ValueError(f"grpo_config.clip_low must lie between 0 and 1, got {self.clip_low}")
-        if self.schedule not in ("constant", "linear", "cosine"):
-            raise ValueError(f"grpo_config.schedule must be constant, linear or cosine, got {self.schedule!r}")
+        if self.temperature is not None and not 0 < self.temperature < math.inf:
+            raise ValueError(f"grpo_config.temperature must be finite and above 0, got {self.temperature}")
 
 
 def groups_per_update(num_producers: int, num_recv_per_update: int | None, batch_size: int) -> int:
@@ -93,13 +84,28 @@ def as_config(kind: type[Config], given: dict[str, Any] | Config, section: str) 
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
             raise ValueError(f"{section} has no key {key!r}; the nearest is {near!r}")
+    for key, hint in get_type_hints(kind).items():
+        choices = _choices(hint)
+        if key in given and choices and given[key] not in choices:
+            raise ValueError(f"{section}.{key} must be one of {', '.join(map(str, choices))}, got {given[key]!r}")
     return kind(**given)
+
+
+def _choices(hint: Any) -> list[Any]:
+    """What a key of this type may be, where it is one of a few values: those of a Literal, and None if that may be."""
+    if get_origin(hint) is Literal:
+        return list(get_args(hint))
+    found = [_choices(one) for one in get_args(hint)]
+    return [*(choice for choices in found for choice in choices), None] if any(found) else []
 
 
 def with_arguments(given: dict[str, Any] | GRPOConfig, **arguments: Any) -> GRPOConfig:
     """The section with the constructor's own arguments in it; what a dict states in both places must be equal."""
-    stated = given if isinstance(given, dict) else {}
+    config = as_config(GRPOConfig, given, "grpo_config")
     for name, value in arguments.items():
-        if stated.get(name) not in (None, value):
-            raise ValueError(f"grpo_config.{name} is {stated[name]}, but {name} is {value}: they must agree")
-    return replace(as_config(GRPOConfig, given, "grpo_config"), **arguments)
+        # A dataclass does not tell whether its batch_size was stated or is the default; null always is the default.
+        stated = given.get(name) if isinstance(given, dict) else getattr(config, name)
+        is_stated = isinstance(given, dict) or GRPOConfig.__dataclass_fields__[name].default is None
+        if is_stated and stated not in (None, value):
+            raise ValueError(f"grpo_config.{name} is {stated}, but {name} is {value}: they must agree")
+    return replace(config, **arguments)

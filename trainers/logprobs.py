@@ -15,14 +15,21 @@ from transformers import PreTrainedModel
 CHUNK_TOKENS = 1024
 
 
-def log_probs_and_entropy(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def log_probs_and_entropy(
+    logits: Tensor, targets: Tensor, temperature: float, *, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
     """Log-prob of each target ([M] int64) and entropy in nats under softmax(logits / temperature); logits are [M, V].
 
-    Both are [M] float32, whatever the logits' type; the entropy carries no gradient.
+    Both are [M] float32, whatever the logits' type. The entropy carries a gradient only with `entropy_gradient`, which
+    keeps two more [M, V] for backward.
     """
     logits = logits.float() if temperature == 1 else logits.float() / temperature
     all_log_probs = torch.log_softmax(logits, dim=-1)  # [M, V]
     log_probs = all_log_probs.gather(-1, targets[:, None]).squeeze(-1)
+    if entropy_gradient:
+        probs = all_log_probs.exp()
+        # A token that cannot come has log-prob -inf, and 0 * inf is no number.
+        return log_probs, -(probs * all_log_probs.masked_fill(probs == 0, 0.0)).sum(dim=-1)
     # Last, because a checkpoint's second run stops at the last value that backward needs: the entropy is paid for once.
     entropy = torch.special.entr(all_log_probs.detach().exp()).sum(dim=-1)
     return log_probs, entropy
@@ -46,8 +53,12 @@ class LogProbModel(nn.Module):
         predict: Tensor,
         targets: Tensor,
         temperature: float,
+        *,
+        entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies ([M] float32 each) of `targets` ([M]) under softmax(logits / temperature).
+
+        The entropies carry a gradient only with `entropy_gradient`.
 
         `input_ids` and `position_ids` are [R, N]; `attention_mask` is [R, N] for ordinary causal lines or [R, 1, N, N]
         bool, True where a token may look. `predict` ([M]) are the places in R*N whose hidden states predict the
@@ -62,19 +73,24 @@ class LogProbModel(nn.Module):
         hidden = lines.last_hidden_state.flatten(0, 1)[predict]  # [M, H]
         chunks = list(zip(hidden.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True))
         if len(chunks) == 1:
-            return self._score(hidden, targets, temperature)
+            return self._score(hidden, targets, temperature, entropy_gradient)
         # Backward computes each chunk's logits again instead of keeping them all; nothing in there is random.
         scored = [
-            checkpoint(self._score, *chunk, temperature, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(
+                self._score, *chunk, temperature, entropy_gradient, use_reentrant=False, preserve_rng_state=False
+            )
             for chunk in chunks
         ]
         log_probs, entropy = zip(*scored, strict=True)
         return torch.cat(log_probs), torch.cat(entropy)
 
-    def _score(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def _score(
+        self, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
         head = self.model.get_output_embeddings()
         # Autocast would round float32 weights and logits to bf16, an error of percents in the ratio. A head whose
         # weights are bf16 multiplies in bf16 all the same: the sampler's head rounds its logits just so, and a float32
         # copy of the weights would cost 4*V*H bytes. The division and the softmax are float32 either way.
         with torch.autocast(hidden.device.type, enabled=False):
-            return log_probs_and_entropy(head(hidden.to(head.weight.dtype)), targets, temperature)
+            logits = head(hidden.to(head.weight.dtype))
+            return log_probs_and_entropy(logits, targets, temperature, entropy_gradient=entropy_gradient)

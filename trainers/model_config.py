@@ -55,6 +55,8 @@ class PluginConfig:
             raise ValueError(f"plugin_config.plugin must be ddp or zero, got {self.plugin!r}")
         if self.zero_stage not in (1, 2):
             raise ValueError(f"plugin_config.zero_stage must be 1 or 2, got {self.zero_stage}")
+        if self.zero_stage == 2 and self.plugin != "zero":
+            raise ValueError(f"plugin_config.zero_stage 2 needs plugin zero, got {self.plugin}")
         for name in ("tp_size", "pp_size"):
             if getattr(self, name) != 1:
                 raise ValueError(f"plugin_config.{name} must be 1 (more is not there yet), got {getattr(self, name)}")
@@ -74,14 +76,25 @@ class OptimizerConfig:
 
 
 # Settings by which some architectures change logits behind the head, where log-probs computed here would not see it.
-SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
-def check_network(network: dict[str, Any], *, longest: int) -> None:
+def check_network(
+    network: dict[str, Any], *, longest: int, shares_prefix: bool = False, checkpointing: bool = False
+) -> None:
     """Raises ValueError for a model (its config.json) whose log-probs would come out wrong, or that is too short.
 
     `longest`: tokens of prompt and completion together.
     """
+    network = {**network, **(network.get("text_config") or {})}
+    if shares_prefix:
+        _check_sees_all(network, longest)
+    if checkpointing:  # which transformers does in training mode alone
+        for name, value in network.items():
+            if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float) and value > 0:
+                raise ValueError(
+                    f"model_config.gradient_checkpointing needs a model without dropout, got {name}={value}"
+                )
     for name in SCALED_LOGITS:
         if network.get(name) not in (None, 1, 1.0):
             raise ValueError(f"model_config.path: models with {name}={network[name]} are not there yet")
@@ -90,4 +103,19 @@ def check_network(network: dict[str, Any], *, longest: int) -> None:
         raise ValueError(
             f"rollout.max_prompt_length + rollout.max_new_tokens must be at most {limit} (the model's positions), "
             f"got {longest}"
+        )
+
+
+def _check_sees_all(network: dict[str, Any], longest: int) -> None:
+    """Raises ValueError unless a mask of who may look where is all that a layer goes by."""
+    kinds = set(
+        network.get("layer_types") or ["sliding_attention" if network.get("sliding_window") else "full_attention"]
+    )
+    window = network.get("sliding_window") or 0
+    if network.get("use_sliding_window") is False or window >= longest:
+        kinds -= {"sliding_attention"}
+    if odd := kinds - {"full_attention"}:
+        raise ValueError(
+            f"grpo_config.layout=shared_prefix needs layers that attend to all tokens, this model has "
+            f"{', '.join(sorted(odd))}; take grpo_config.layout=padded"
         )

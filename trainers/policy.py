@@ -39,7 +39,7 @@ class Policy:
         """`path`: where to load weights from when that is not the model's own folder (a checkpoint)."""
         self.device = device
         self.plugin, self.settings = plugin, optimizer
-        # fp32 until the plugin casts: ZeRO makes its master weights of what it is given, ddp trains these themselves.
+        # fp32 until the plugin casts: ddp trains these themselves, ZeRO makes its master weights of its bf16 copy.
         network = load_model(model, device, torch.float32, path=path)
         if model.gradient_checkpointing:
             network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -54,11 +54,18 @@ class Policy:
         scorer = LogProbModel(network)
         raw = _optimizer(scorer, optimizer, device)
         schedule = LambdaLR(raw, lambda step: lr_factor(step, optimizer))
+        exact = {name: buffer.clone() for name, buffer in scorer.named_buffers() if buffer.is_floating_point()}
         self.model, self.optimizer, _, _, self.scheduler = self.booster.boost(scorer, raw, lr_scheduler=schedule)
+        # ZeRO casts buffers, too. Rotary frequencies in bf16 turn far tokens by radians, which no sampler does.
+        for name, buffer in self.model.unwrap().named_buffers():
+            if name in exact:
+                buffer.data = exact[name].to(device)
 
-    def log_probs(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-prob ([M] fp32, with gradient) and entropy ([M] fp32) of each sampled token."""
-        return _score(self.model, batch, temperature, autocast=self._autocast)
+    def log_probs(
+        self, batch: MicroBatch, temperature: float, *, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Log-prob ([M] fp32, with gradient) and entropy ([M] fp32, with one if wanted) of each sampled token."""
+        return _score(self.model, batch, temperature, autocast=self._autocast, entropy_gradient=entropy_gradient)
 
     @property
     def _autocast(self) -> bool:
@@ -151,11 +158,12 @@ class ReferencePolicy:
         return _score(self.model, batch, temperature, autocast=False)[0]
 
 
-def _score(model: Any, batch: MicroBatch, temperature: float, *, autocast: bool) -> tuple[Tensor, Tensor]:
+def _score(
+    model: Any, batch: MicroBatch, temperature: float, *, autocast: bool, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    places = (batch.input_ids, batch.position_ids, batch.attention_mask, batch.predict, batch.targets)
     with torch.autocast(batch.input_ids.device.type, torch.bfloat16, enabled=autocast):
-        return model(
-            batch.input_ids, batch.position_ids, batch.attention_mask, batch.predict, batch.targets, temperature
-        )
+        return model(*places, temperature, entropy_gradient=entropy_gradient)
 
 
 def _booster_plugin(config: PluginConfig, device: torch.device) -> Any:
