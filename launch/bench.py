@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 from rayless.comm.launcher import read_launcher
 from rayless.comm.topology import Topology, TopologyConfig, connect, disconnect, meet
 from rayless.comm.weights import WeightReceiver, WeightsConfig, WeightSender, agree_manifest, describe
+from rayless.launch.bench_update import bench_update
 from rayless.launch.config import find_path
 from rayless.launch.grpo import share_cores
 from rayless.rollout.engine import RolloutConfig
@@ -112,13 +113,18 @@ def _timed(topology: Topology, work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-BENCHES = {"weights": bench_weights}
+def update() -> None:
+    """The bench `update`, in this process alone."""
+    print(json.dumps(bench_update()), flush=True)
+
+
+BENCHES = {"weights": bench_weights, "update": update}
 
 
 def main() -> None:
     """Run the bench that the command line names."""
     if sys.argv[1:2] == [] or sys.argv[1] not in BENCHES:
-        sys.exit(f"usage: torchrun --nproc_per_node N -m rayless.launch.bench {{{','.join(BENCHES)}}}")
+        sys.exit("usage: torchrun --nproc_per_node N -m rayless.launch.bench weights, or without torchrun: update")
     BENCHES[sys.argv[1]]()
 
 

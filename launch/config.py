@@ -263,9 +263,9 @@ def _settle(config: JobConfig) -> JobConfig:
             raise ValueError(f"grpo_config.{name} must equal rollout.{name} = {sampled}, got {own}")
     if rollout.num_generations == 1 and grpo.beta == 0:
         raise ValueError("rollout.num_generations must be at least 2: a group of one has no signal, got 1")
-    if config.model_config.attn_implementation != "sdpa" and grpo.layout == "shared_prefix":
+    if config.model_config.attn_implementation != "sdpa" and grpo.layout in ("shared_prefix", "packed"):
         raise ValueError(
-            f"grpo_config.layout=shared_prefix needs model_config.attn_implementation=sdpa, "
+            f"grpo_config.layout={grpo.layout} needs model_config.attn_implementation=sdpa, "
             f"got {config.model_config.attn_implementation}; take grpo_config.layout=padded"
         )
     sees_gpu = torch.cuda.is_available()

@@ -86,7 +86,7 @@ def prepare(arguments: list[str]) -> Job:
     check_network(
         network.to_dict(),
         longest=limit + config.rollout.max_new_tokens,
-        shares_prefix=config.grpo_config.layout == "shared_prefix",
+        masks=config.grpo_config.layout != "padded" and model.attn_implementation == "sdpa",
         checkpointing=model.gradient_checkpointing,
     )
     prompts = load_prompts(config.data, tokenizer, max_prompt_length=limit, seed=config.run.seed)

@@ -136,7 +136,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> None:
             "model_config.path: '.' is no model folder (no config.json in it), and is no model of the hub",
         ),
         (
-            "--model_config.attn_implementation eager",
+            "--model_config.attn_implementation eager --grpo_config.layout shared_prefix",
             "grpo_config.layout=shared_prefix needs model_config.attn_implementation=sdpa, got eager; "
             "take grpo_config.layout=padded",
         ),

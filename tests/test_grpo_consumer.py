@@ -174,6 +174,8 @@ def test_no_split_of_the_work_changes_an_update() -> None:
     for num_trainers, changes in (
         (1, {"grpo_config": {"lr": 1e-3, "max_tokens_per_microbatch": 1}}),
         (1, {"grpo_config": {"lr": 1e-3, "layout": "padded"}}),
+        (1, {"grpo_config": {"lr": 1e-3, "layout": "packed", "max_tokens_per_microbatch": 40}}),
+        (1, {"grpo_config": {"lr": 1e-3, "layout": "shared_prefix", "max_tokens_per_microbatch": 70}}),
         (1, {"plugin_config": {"precision": "fp32", "plugin": "zero", "zero_stage": 1}}),
         (2, {}),
         (2, {"minibatch_size": 2, "plugin_config": {"precision": "fp32", "plugin": "zero", "zero_stage": 1}}),

@@ -76,7 +76,7 @@ CHANGES: dict[str, tuple[Settings, Any]] = {
     "schedule": ({}, "linear"),
     "weight_decay": ({}, 0.5),
     "max_tokens_per_microbatch": ({}, 16),
-    "layout": ({}, "padded"),
+    "layout": ({"layout": "shared_prefix"}, "padded"),
 }
 # They are arguments of the constructor as well, and have to agree.
 ARGUMENTS = ("batch_size", "minibatch_size", "num_update_per_episode", "num_generations")

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
 from rayless.comm.experience import Experience
-from rayless.trainers import logprobs
+from rayless.trainers import logprobs, packing
 from rayless.trainers.aggregation import Totals, token_weights, total_loss
 from rayless.trainers.logprobs import LogProbModel, log_probs_and_entropy
 from rayless.trainers.loss_config import LossConfig
@@ -124,7 +124,7 @@ def test_the_entropy_follows_the_temperature_and_survives_certainty() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
-@pytest.mark.parametrize("layout", ["shared_prefix", "padded"])
+@pytest.mark.parametrize("layout", ["shared_prefix", "packed", "padded"])
 def test_packed_log_probs_equal_each_row_alone(model: LogProbModel, layout: Layout, temperature: float) -> None:
     experience = random_batch(**MIXED)
     with torch.no_grad():
@@ -140,7 +140,7 @@ def test_packed_gradients_equal_each_row_alone(model: LogProbModel) -> None:
     weights = torch.randn(experience.mask.shape, generator=torch.Generator().manual_seed(1))
     (naive(model, experience, 0.6) * weights).sum().backward()
     expected = gradients(model)
-    layouts: tuple[Layout, ...] = ("shared_prefix", "padded")
+    layouts: tuple[Layout, ...] = ("shared_prefix", "packed", "padded")
     for layout in layouts:
         (on_rows(model, experience, layout, 60, 0.6) * weights).sum().backward()
         assert_same_direction(gradients(model), expected, 1e-5)
@@ -156,8 +156,11 @@ def test_each_target_is_predicted_by_the_token_before_it(model: LogProbModel) ->
     torch.testing.assert_close(entropy, -(all_log_probs.exp() * all_log_probs).sum(dim=-1)[2:4])
 
 
-@pytest.mark.parametrize("layout", ["shared_prefix", "padded"])
-def test_poison_in_padded_places_changes_nothing(model: LogProbModel, layout: Layout) -> None:
+@pytest.mark.parametrize("layout", ["shared_prefix", "packed", "padded"])
+def test_poison_in_padded_places_changes_nothing(
+    model: LogProbModel, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "LINE_PLACES", 1)  # a line each, so that there is padding
     experience = random_batch(**MIXED)
     beyond = torch.arange(experience.input_ids.shape[1]) >= experience.lengths[:, None]
     poisoned = replace(
@@ -193,7 +196,7 @@ def test_chunks_change_neither_values_nor_gradients(model: LogProbModel, monkeyp
     whole.square().sum().backward()
     expected = gradients(model)
     for chunk in (7, len(batch.targets) - 1):
-        monkeypatch.setattr(logprobs, "CHUNK_TOKENS", chunk)
+        monkeypatch.setattr(logprobs, "CHUNK_LOGITS", chunk * VOCABULARY)
         log_probs, entropy = score(model, batch, 0.6)
         assert log_probs.requires_grad
         assert not entropy.requires_grad
@@ -204,7 +207,7 @@ def test_chunks_change_neither_values_nor_gradients(model: LogProbModel, monkeyp
 
 
 def test_no_more_logits_than_one_chunk_exist_or_are_kept(model: LogProbModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "CHUNK_TOKENS", 7)
+    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", 7 * VOCABULARY)
     experience = random_batch(**MIXED)
     (batch,) = micro_batches(experience, row_groups_of(experience), layout="shared_prefix", max_tokens=1000)
     sizes: list[int] = []
@@ -234,7 +237,7 @@ def one_rank_world(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_rank_world")
 def test_chunks_and_empty_micro_batches_work_under_data_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "CHUNK_TOKENS", 10)
+    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", 10 * VOCABULARY)
     model = load_tiny(torch.float32)
     experience = random_batch(**MIXED)
     batches = micro_batches(experience, row_groups_of(experience), layout="shared_prefix", max_tokens=40)

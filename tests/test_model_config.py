@@ -15,14 +15,14 @@ from rayless.trainers.model_config import check_network
         ({"logit_scale": 0.5}, "logit_scale=0.5"),
         ({"text_config": {"final_logit_softcapping": 30.0}}, "final_logit_softcapping=30.0"),
         ({"text_config": {"max_position_embeddings": 99}}, "must be at most 99"),
-        ({"sliding_window": 99}, "has sliding_attention; take grpo_config.layout=padded"),
-        ({"layer_types": ["full_attention", "linear_attention"]}, "has linear_attention; take"),
+        ({"sliding_window": 99}, "must be padded for a model with sliding_attention layers"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "must be padded for a model with linear_attention"),
         ({"resid_pdrop": 0.1}, "needs a model without dropout, got resid_pdrop=0.1"),
     ],
 )
 def test_what_would_come_out_wrong_is_refused(network: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError, match=line):
-        check_network(network, longest=100, shares_prefix=True, checkpointing=True)
+        check_network(network, longest=100, masks=True, checkpointing=True)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_what_would_come_out_wrong_is_refused(network: dict[str, Any], line: str
     ],
 )
 def test_what_comes_out_right_is_taken(network: dict[str, Any]) -> None:
-    check_network(network, longest=100, shares_prefix=True, checkpointing=True)
+    check_network(network, longest=100, masks=True, checkpointing=True)
 
 
 def test_other_layouts_and_plain_training_take_more() -> None:

@@ -5,7 +5,16 @@ import torch
 from torch import Tensor
 
 from rayless.comm.experience import Experience
-from rayless.trainers.packing import Layout, MicroBatch, deal, empty_micro_batch, micro_batches, prompt_lengths
+from rayless.trainers import packing
+from rayless.trainers.packing import (
+    Layout,
+    MicroBatch,
+    cheapest_layout,
+    deal,
+    empty_micro_batch,
+    micro_batches,
+    prompt_lengths,
+)
 
 
 def batch_of(groups: list[tuple[list[int], list[list[int]]]]) -> Experience:
@@ -60,13 +69,55 @@ def test_a_shared_prefix_line_is_the_prompt_and_then_each_completion() -> None:
     ]
 
 
-def test_padded_places_see_themselves_only() -> None:
+def test_padded_places_see_themselves_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "LINE_PLACES", 6)
     experience = batch_of([*TWO_ANSWERS, ([4], [[2], [2]])])
     (batch,) = micro_batches(experience, row_groups_of(experience), layout="shared_prefix", max_tokens=100)
     assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 3], [4, 2, 2, 0, 0, 0]]
     assert batch.attention_mask.shape == (2, 1, 6, 6)
     assert batch.attention_mask[1, 0, 3:].int().tolist() == [[0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 0, 1]]
     assert batch.predict.tolist() == [1, 2, 3, 1, 6, 6]
+
+
+def test_documents_of_one_line_are_blind_to_each_other() -> None:
+    experience = batch_of([*TWO_ANSWERS, ([4], [[2], [2]])])
+    (batch,) = micro_batches(experience, row_groups_of(experience), layout="shared_prefix", max_tokens=100)
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 3, 4, 2, 2]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 2, 0, 1, 1]]
+    assert batch.predict.tolist() == [1, 2, 3, 1, 6, 6]
+    assert batch.attention_mask[0, 0, 6:].int().tolist() == [
+        [0, 0, 0, 0, 0, 0, 1, 0, 0],
+        [0, 0, 0, 0, 0, 0, 1, 1, 0],
+        [0, 0, 0, 0, 0, 0, 1, 0, 1],
+    ]
+
+
+def test_a_packed_line_is_rows_without_padding() -> None:
+    experience = batch_of(TWO_ANSWERS)
+    (batch,) = micro_batches(experience, row_groups_of(experience), layout="packed", max_tokens=100)
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 5, 6, 3]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
+    assert batch.predict.tolist() == [1, 2, 3, 6]
+    assert batch.attention_mask[0, 0, 5:].int().tolist() == [
+        [0, 0, 0, 0, 0, 1, 0, 0],
+        [0, 0, 0, 0, 0, 1, 1, 0],
+        [0, 0, 0, 0, 0, 1, 1, 1],
+    ]
+
+
+def even_groups(prompt: int, completions: list[int]) -> Experience:
+    """Four groups of one prompt length and completions of these lengths."""
+    return batch_of([([1] * prompt, [[2] * length for length in completions]) for _ in range(4)])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completions", "layout"),
+    [(200, [20] * 16, "shared_prefix"), (4, [500] * 4, "padded"), (16, [60, 200, 330, 480] * 2, "packed")],
+)
+def test_the_cheapest_layout_follows_from_lengths(prompt: int, completions: list[int], layout: Layout) -> None:
+    experience = even_groups(prompt, completions)
+    chosen = cheapest_layout(experience, row_groups_of(experience), max_tokens=16384, hidden_size=576)
+    assert chosen == layout
 
 
 def test_a_padded_line_is_one_row() -> None:
@@ -78,7 +129,7 @@ def test_a_padded_line_is_one_row() -> None:
     assert batch.targets.tolist() == [7, 8, 9, 3]
 
 
-@pytest.mark.parametrize("layout", ["shared_prefix", "padded"])
+@pytest.mark.parametrize("layout", ["shared_prefix", "packed", "padded"])
 def test_tokens_that_were_not_sampled_are_read_but_are_no_targets(layout: Layout) -> None:
     experience = batch_of([([5, 6], [[7, 8, 9, 4], [3, 2]])])
     experience.mask[0, 3] = False  # token 8 came from a tool
@@ -90,7 +141,7 @@ def test_tokens_that_were_not_sampled_are_read_but_are_no_targets(layout: Layout
     assert 8 in batch.input_ids
 
 
-@pytest.mark.parametrize("layout", ["shared_prefix", "padded"])
+@pytest.mark.parametrize("layout", ["shared_prefix", "packed", "padded"])
 def test_rows_without_sampled_tokens_contribute_nothing(layout: Layout) -> None:
     experience = batch_of([*TWO_ANSWERS, ([4], [[2], [2]])])
     experience.mask[0] = False
@@ -113,7 +164,7 @@ def many_groups() -> Experience:
     return batch_of([(tokens(2, 9), [tokens(1, 20) for _ in range(4)]) for _ in range(6)])
 
 
-@pytest.mark.parametrize("layout", ["shared_prefix", "padded"])
+@pytest.mark.parametrize("layout", ["shared_prefix", "packed", "padded"])
 @pytest.mark.parametrize("max_tokens", [28, 40, 64, 1000])
 def test_every_sampled_token_is_a_target_once_and_the_budget_holds(layout: Layout, max_tokens: int) -> None:
     experience = many_groups()
@@ -147,8 +198,12 @@ def test_rows_of_one_group_with_different_prompts_are_our_mistake() -> None:
 
 
 def test_micro_batches_move_as_a_whole() -> None:
-    moved = empty_micro_batch().to("meta")
+    experience = batch_of(TWO_ANSWERS)
+    (batch,) = micro_batches(experience, row_groups_of(experience), layout="packed", max_tokens=100)
+    moved = batch.to("meta")
     assert all(getattr(moved, field.name).device.type == "meta" for field in fields(moved))
+    assert moved.attention_mask.device.type == "meta"
+    assert empty_micro_batch().to("meta").segments is None
 
 
 def test_groups_are_dealt_evenly_in_number_and_balanced_in_cost() -> None:

@@ -34,7 +34,7 @@ def test_linear_and_cosine_fall_towards_zero() -> None:
 
 
 @pytest.mark.job
-@pytest.mark.parametrize("layout", ["shared_prefix", "padded"])
+@pytest.mark.parametrize("layout", ["shared_prefix", "packed", "padded"])
 def test_gradient_checkpointing_changes_no_update(layout: str) -> None:
     changes: dict[str, Any] = {"grpo_config": {"lr": 1e-3, "layout": layout}}
     ((losses, means, moved),) = update(1, **changes)

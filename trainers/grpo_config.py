@@ -36,8 +36,9 @@ class GRPOConfig(LossConfig):
     """AdamW's decoupled weight decay."""
     max_tokens_per_microbatch: int = 16384
     """Tokens of one forward and backward pass, padding included; a single longer row passes alone."""
-    layout: Literal["shared_prefix", "padded"] = "shared_prefix"
-    """`shared_prefix` computes a group's prompt once (sdpa attention only); `padded` is one row per completion."""
+    layout: Literal["auto", "shared_prefix", "packed", "padded"] = "auto"
+    """`shared_prefix` computes a group's prompt once, `packed` rows without padding between (both with sdpa attention
+    only); `padded` is one line per row. `auto` takes for each step what costs least (`padded` without sdpa)."""
 
     def __post_init__(self) -> None:
         LossConfig.__post_init__(self)  # super() does not work in a class with slots

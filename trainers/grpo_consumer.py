@@ -12,21 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayless.comm.collectives import role_max, role_sum
 from rayless.comm.experience import Experience
 from rayless.comm.topology import Topology
 from rayless.trainers.advantages import advantages as estimate_advantages
 from rayless.trainers.advantages import group_advantages, has_signal
-from rayless.trainers.aggregation import Totals, token_weights, total_loss
+from rayless.trainers.aggregation import Totals
 from rayless.trainers.base_consumer import BaseConsumer
-from rayless.trainers.correction import gap_summaries
 from rayless.trainers.grpo_config import GRPOConfig, as_config, with_arguments
-from rayless.trainers.kl import adapted_coefficient, kl_per_token
-from rayless.trainers.losses import Tokens, off_policy_mask, policy_terms
+from rayless.trainers.kl import adapted_coefficient
 from rayless.trainers.model_config import ModelConfig, OptimizerConfig, PluginConfig
 from rayless.trainers.packing import MicroBatch
 from rayless.trainers.policy import Policy, ReferencePolicy
 from rayless.trainers.step_batch import StepBatch, make_step_batch
+from rayless.trainers.step_loss import UpdateCounts, step_loss
 from rayless.trainers.step_scores import StepScores, kl_of_rows, needs_scores, prepare_tokens, score_step
 
 
@@ -82,6 +80,8 @@ class GRPOConsumer(BaseConsumer):
         )
         temperature = self.grpo_config.temperature
         self.temperature = 1.0 if temperature is None else temperature
+        # Who may look where is told by a mask; other attentions than sdpa take none.
+        self.can_mask = self.model_config.attn_implementation == "sdpa"
         self.batch: StepBatch | None = None
 
     def build(self, topology: Topology, *, total_steps: int, path: str | None) -> Policy:
@@ -124,7 +124,8 @@ class GRPOConsumer(BaseConsumer):
             rank=self.rank,
             num_ranks=self.world_size,
             skip_without_signal=config.follows_advantages and advantages is None,
-            layout=config.layout,
+            layout="padded" if config.layout == "auto" and not self.can_mask else config.layout,
+            hidden_size=self.policy.hidden_size,
             max_tokens=config.max_tokens_per_microbatch,
             device=self.topology.device,
         )
@@ -135,8 +136,7 @@ class GRPOConsumer(BaseConsumer):
         self.batch = batch
         self.tokens = prepare_tokens(batch, scores, config, seed=self.progress.steps)
         self.calls_made = self.passes_made = 0
-        self.totals = torch.zeros(len(_TOTALS), dtype=torch.float64, device=self.topology.device)
-        self.maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=self.topology.device)
+        self.update_counts = UpdateCounts(self.topology.device)
 
     def _advantages(self, experience: Experience, rewards: Tensor) -> Tensor:
         lengths = experience.mask.sum(dim=1)
@@ -177,79 +177,29 @@ class GRPOConsumer(BaseConsumer):
 
     def _backward(self, batch: StepBatch, micro_batch: MicroBatch) -> None:
         device, config = self.topology.device, self.grpo_config
-        assert config.aggregation, "a LossConfig fills it in"
-        moved = micro_batch.to(device)
-        num_rows = len(batch.experience)
+        moved, known = micro_batch.to(device), self.tokens.of(micro_batch, device)
         with self.policy.one_pass(is_last=self.passes_made == batch.num_passes):
             log_probs, entropy = self.policy.log_probs(
                 moved, self.temperature, entropy_gradient=config.entropy_coef > 0
             )
-            known = self.tokens.of(micro_batch, device)
-            tokens = Tokens(
-                log_probs=log_probs,
-                old_log_probs=known.old_log_probs,
+            reference = known.reference
+            if reference is None and self.reference:
+                reference = self.reference.log_probs(moved, self.temperature)
+            result = step_loss(
+                log_probs,
+                entropy,
+                known=known,
+                reference=reference,
                 advantages=batch.advantages[micro_batch.rows].to(device),
                 rows=moved.rows,
-                num_rows=num_rows,
-                weights=known.weights,
-                chosen=known.chosen,
+                config=config,
+                beta=self.beta,
+                totals=self._totals(batch),
             )
-            terms = policy_terms(tokens, config)
-            policy = terms.loss
-            if known.kept is not None:
-                policy = policy.masked_fill(~known.kept, 0.0)
-            if config.off_policy_threshold is not None:
-                since = replace(tokens, old_log_probs=known.sampled_log_probs)
-                policy = policy.masked_fill(~off_policy_mask(since, config.off_policy_threshold), 0.0)
-            kl = self._kl(moved, log_probs, terms.ratio)
-            loss = total_loss(
-                policy,
-                token_weights(moved.rows, num_rows, config.aggregation, self._counts(batch)),
-                kl=kl,
-                beta=self.beta if config.kl_in == "loss" else 0.0,
-                entropy=entropy,
-                entropy_weights=token_weights(moved.rows, num_rows, "token_mean", self._counts(batch)),
-                entropy_coef=config.entropy_coef,
-            )
-            self.policy.backward(loss)
-        with torch.no_grad():
-            gap = gap_summaries(log_probs, known.sampled_log_probs, moved.rows, num_rows)
-            self.totals += torch.stack(
-                [
-                    loss.double() / self.world_size,
-                    torch.zeros_like(log_probs).double().sum() if kl is None else kl.double().sum(),
-                    entropy.double().sum(),
-                    (terms.clipped_low | terms.clipped_high).double().sum(),
-                    terms.ratio.double().sum(),
-                    gap["abs"].total,
-                    gap["k1"].total,
-                    gap["k3"].total,
-                    gap["chi2_token"].total,
-                    gap["ratio"].total,
-                    gap["ratio"].squares,
-                    gap["abs"].count,
-                ]
-            )
-            if len(log_probs):
-                peaks = torch.stack([terms.ratio.double().max(), gap["abs"].high, gap["ratio"].high])
-                self.maxima = torch.maximum(self.maxima, peaks)
+            self.policy.backward(result.loss)
+        self.update_counts.add(result, log_probs, entropy, known, moved.rows)
 
-    def _kl(self, moved: MicroBatch, log_probs: Tensor, ratio: Tensor) -> Tensor | None:
-        """[M]: the KL of each token to the reference; None without one."""
-        config = self.grpo_config
-        if self.reference is None:
-            return None
-        return kl_per_token(
-            log_probs,
-            self.reference.log_probs(moved, self.temperature),
-            estimator=config.kl_estimator,
-            log_ratio_clamp=config.log_ratio_clamp,
-            clamp=config.kl_clamp,
-            k2_gradient=config.kl_k2_gradient,
-            ratio=ratio if config.kl_importance_weight else None,
-        )
-
-    def _counts(self, batch: StepBatch) -> Totals:
+    def _totals(self, batch: StepBatch) -> Totals:
         return Totals(
             num_tokens=batch.num_tokens,
             num_rows=len(batch.experience),
@@ -260,21 +210,22 @@ class GRPOConsumer(BaseConsumer):
     def _finish(self, batch: StepBatch) -> float:
         learning_rate = self.policy.learning_rate
         norm = self.policy.step()
-        totals = dict(zip(_TOTALS, role_sum(self.totals).tolist(), strict=True))
-        maxima = role_max(self.maxima).tolist()
-        loss, computed = totals.pop("loss"), totals.pop("tokens")
-        ratios, squares = totals.pop("ratios"), totals.pop("squared_ratios")
+        sums, maxima = self.update_counts.over_ranks()
+        computed = sums.pop("tokens")
+        loss = sums.pop("loss") / self.world_size
+        ratios, squares = sums.pop("ratios"), sums.pop("squared_ratios")
         add = self.counts.add
         # Kish's effective sample size over the number of tokens.
         add("correction/ess", ratios**2, squares * computed)
+        kl = sums.pop("policy/kl")
         if self.reference:
+            add("policy/kl", kl, computed)
             add("policy/beta", self.beta, 1)
-            self._steer(totals["policy/kl"] / max(computed, 1), len(batch.experience))
+            self._steer(kl / max(computed, 1), len(batch.experience))
         # Means over the tokens that were computed: groups without signal may have been skipped.
-        for name, total in totals.items():
-            if name != "policy/kl" or self.reference:
-                add(name, total, computed)
-        for name, peak in zip(_MAXIMA, maxima, strict=True):
+        for name, total in sums.items():
+            add(name, total, computed)
+        for name, peak in maxima.items():
             add(name, peak, float(computed > 0))
         add("train/loss", loss, 1)
         add("train/grad_norm", norm, 1)
@@ -304,21 +255,3 @@ class GRPOConsumer(BaseConsumer):
         add("completion/length_max", lengths.max().item(), 1)
         add("staleness/mean", ages.sum().item(), len(ages))
         add("staleness/max", ages.max().item() if len(ages) else 0.0, 1)
-
-
-# The order of GRPOConsumer.totals and .maxima.
-_TOTALS = (
-    "loss",
-    "policy/kl",
-    "policy/entropy",
-    "policy/clip_fraction",
-    "policy/ratio_mean",
-    "policy/logprob_diff_mean",
-    "correction/k1",
-    "correction/k3",
-    "correction/chi2",
-    "ratios",
-    "squared_ratios",
-    "tokens",
-)
-_MAXIMA = ("policy/ratio_max", "policy/logprob_diff_max", "correction/ratio_max")

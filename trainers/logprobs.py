@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-# Tokens whose logits exist at the same time: some 600 MB in float32 for a vocabulary of 150,000.
-CHUNK_TOKENS = 1024
+# Logits that exist at the same time, 128 MiB of them in float32.
+CHUNK_LOGITS = 2**25
 
 
 def log_probs_and_entropy(
@@ -71,26 +71,36 @@ class LogProbModel(nn.Module):
             input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False
         )
         hidden = lines.last_hidden_state.flatten(0, 1)[predict]  # [M, H]
-        chunks = list(zip(hidden.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True))
-        if len(chunks) == 1:
-            return self._score(hidden, targets, temperature, entropy_gradient)
-        # Backward computes each chunk's logits again instead of keeping them all; nothing in there is random.
-        scored = [
-            checkpoint(
-                self._score, *chunk, temperature, entropy_gradient, use_reentrant=False, preserve_rng_state=False
-            )
-            for chunk in chunks
-        ]
-        log_probs, entropy = zip(*scored, strict=True)
-        return torch.cat(log_probs), torch.cat(entropy)
-
-    def _score(
-        self, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
-    ) -> tuple[Tensor, Tensor]:
         head = self.model.get_output_embeddings()
-        # Autocast would round float32 weights and logits to bf16, an error of percents in the ratio. A head whose
-        # weights are bf16 multiplies in bf16 all the same: the sampler's head rounds its logits just so, and a float32
-        # copy of the weights would cost 4*V*H bytes. The division and the softmax are float32 either way.
-        with torch.autocast(hidden.device.type, enabled=False):
-            logits = head(hidden.to(head.weight.dtype))
-            return log_probs_and_entropy(logits, targets, temperature, entropy_gradient=entropy_gradient)
+        return head_log_probs(head, hidden, targets, temperature, entropy_gradient=entropy_gradient)
+
+
+def head_log_probs(
+    head: nn.Linear, hidden: Tensor, targets: Tensor, temperature: float, *, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies ([M] float32 each) of `targets` ([M]) after the LM head's logits of `hidden` ([M, H]).
+
+    Logits of a chunk of tokens exist at a time, in forward and backward.
+    """
+    tokens = max(1, CHUNK_LOGITS // head.weight.shape[0])
+    chunks = list(zip(hidden.split(tokens), targets.split(tokens), strict=True))
+    if len(chunks) == 1:
+        return _score(head, hidden, targets, temperature, entropy_gradient)
+    # Backward computes each chunk's logits again instead of keeping them all; nothing in there is random.
+    scored = [
+        checkpoint(_score, head, *chunk, temperature, entropy_gradient, use_reentrant=False, preserve_rng_state=False)
+        for chunk in chunks
+    ]
+    log_probs, entropy = zip(*scored, strict=True)
+    return torch.cat(log_probs), torch.cat(entropy)
+
+
+def _score(
+    head: nn.Linear, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    # Autocast would round float32 weights and logits to bf16, an error of percents in the ratio. A head whose weights
+    # are bf16 multiplies in bf16 all the same: the sampler's head rounds its logits just so, and a float32 copy of the
+    # weights would cost 4*V*H bytes. The division and the softmax are float32 either way.
+    with torch.autocast(hidden.device.type, enabled=False):
+        logits = head(hidden.to(head.weight.dtype))
+        return log_probs_and_entropy(logits, targets, temperature, entropy_gradient=entropy_gradient)

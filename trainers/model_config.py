@@ -19,7 +19,7 @@ class ModelConfig:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """What the engines compute with, and what weights are cast to on their way there."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """The trainers' attention; flash_attention_2 (CUDA) needs grpo_config.layout=padded."""
+    """The trainers' attention; flash_attention_2 (CUDA) goes with grpo_config.layout=padded."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     trust_remote_code: bool = False
@@ -79,15 +79,13 @@ class OptimizerConfig:
 SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
-def check_network(
-    network: dict[str, Any], *, longest: int, shares_prefix: bool = False, checkpointing: bool = False
-) -> None:
+def check_network(network: dict[str, Any], *, longest: int, masks: bool = False, checkpointing: bool = False) -> None:
     """Raises ValueError for a model (its config.json) whose log-probs would come out wrong, or that is too short.
 
-    `longest`: tokens of prompt and completion together.
+    `longest`: tokens of prompt and completion together. `masks`: masks say who may look where.
     """
     network = {**network, **(network.get("text_config") or {})}
-    if shares_prefix:
+    if masks:
         _check_sees_all(network, longest)
     if checkpointing:  # which transformers does in training mode alone
         for name, value in network.items():
@@ -116,6 +114,6 @@ def _check_sees_all(network: dict[str, Any], longest: int) -> None:
         kinds -= {"sliding_attention"}
     if odd := kinds - {"full_attention"}:
         raise ValueError(
-            f"grpo_config.layout=shared_prefix needs layers that attend to all tokens, this model has "
-            f"{', '.join(sorted(odd))}; take grpo_config.layout=padded"
+            f"grpo_config.layout must be padded for a model with {', '.join(sorted(odd))} layers, which go by more "
+            "than a mask"
         )

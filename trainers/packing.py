@@ -1,13 +1,15 @@
-"""Lay the completions of a batch out in micro-batches of bounded size, each prompt computed once for its group.
+"""Lay the completions of a batch out in micro-batches of bounded size, so that little is computed twice or for nothing.
 
-B rows of up to T tokens come in; a micro-batch is R lines of N places with M targets. In the layout `shared_prefix` a
-line is the prompt of a group, then its completions one after another, blind to each other; in `padded` it is one row.
+B rows of up to T tokens come in; a micro-batch is R lines of N places with M targets. A line holds documents, blind to
+each other. In the layout `shared_prefix` a document is the prompt of a group, then its completions one after another,
+blind to each other; in `packed` it is one row; in both, lines are filled. In `padded` each line is one row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +17,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rayless.comm.experience import Experience
 
-Layout = Literal["shared_prefix", "padded"]
+Layout = Literal["shared_prefix", "packed", "padded"]
+
+# Places of a line that further documents may fill: attention costs as many scores per place.
+LINE_PLACES = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +29,8 @@ class MicroBatch:
 
     input_ids: Tensor  # [R, N] int64
     position_ids: Tensor  # [R, N] int64
-    attention_mask: Tensor  # [R, 1, N, N] bool, True where a token may look; or [R, N] bool, True on real tokens
+    documents: Tensor  # [R, N] int64    which document of its line; -1 on padding
+    segments: Tensor | None  # [R, N] int64    0 in the prompt, 1, 2, … in completions; None: each line is one row
     predict: Tensor  # [M] int64    place in R*N whose hidden state predicts the target
     targets: Tensor  # [M] int64    the sampled token itself
     rows: Tensor  # [M] int64    the target's row in the Experience
@@ -32,16 +38,33 @@ class MicroBatch:
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch with every tensor on `device`."""
-        return MicroBatch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+        moved: dict[str, Any] = {}
+        for field in fields(self):
+            tensor = getattr(self, field.name)
+            moved[field.name] = None if tensor is None else tensor.to(device)
+        return MicroBatch(**moved)
+
+    @property
+    def attention_mask(self) -> Tensor:
+        """[R, 1, N, N] bool, True where a token may look; [R, N] bool, True on real tokens, where each line is one row.
+
+        Made anew at each call: of a whole step's micro-batches only one at a time needs R*N*N bytes.
+        """
+        if self.segments is None:
+            return self.documents >= 0
+        return _may_look(self.documents, self.segments)
 
 
-class _Line(NamedTuple):
+class _Document(NamedTuple):
     input_ids: Tensor  # [N] int64
     position_ids: Tensor  # [N] int64
     segments: Tensor  # [N] int64    0 in the prompt, 1, 2, … in the completions
-    predict: Tensor  # [M] int64    place in the line
+    predict: Tensor  # [M] int64    place in the document
     rows: Tensor  # [M] int64
     columns: Tensor  # [M] int64
+
+
+_Line = list[_Document]
 
 
 def micro_batches(
@@ -52,22 +75,34 @@ def micro_batches(
     A group over the budget is split, and its prompt repeated; a single row over it stands alone. Rows without sampled
     tokens are left out, so the list may be empty. Longest lines come first. Everything is on the CPU.
     """
-    prompts = prompt_lengths(experience)
-    lines: list[_Line] = []
-    for group in row_groups:
-        rows = group[experience.mask[group].any(dim=1)].tolist()
-        if not rows:
-            continue
-        prompt = int(prompts[rows].min())
-        parts = _parts(experience, rows, prompt, max_tokens) if layout == "shared_prefix" else [[row] for row in rows]
-        lines += [_line(experience, part, prompt) for part in parts]
-    lines.sort(key=lambda line: -len(line.input_ids))
+    documents = _documents(experience, row_groups, shares=layout == "shared_prefix", max_tokens=max_tokens)
+    lines = _lines(documents, 0 if layout == "padded" else min(LINE_PLACES, max_tokens))
     batches = []
     while lines:
-        count = max(1, max_tokens // len(lines[0].input_ids))
+        count = max(1, max_tokens // _length(lines[0]))
         batches.append(_stack(lines[:count], experience, layout))
         lines = lines[count:]
     return batches
+
+
+def cheapest_layout(experience: Experience, row_groups: list[Tensor], *, max_tokens: int, hidden_size: int) -> Layout:
+    """The layout whose micro-batches cost least: places, each with its share of scores in the attention.
+
+    A place costs 12 H^2 multiplications per layer and one score 2 H, forward (Kaplan et al., 2020, counts the same);
+    scores under an explicit mask are written out and read several times, which makes them about four times as dear.
+    """
+    costs: dict[Layout, float] = {}
+    dearness: dict[Layout, float] = {"padded": 1.0, "packed": 4.0, "shared_prefix": 4.0}
+    for layout, dear in dearness.items():
+        documents = _documents(experience, row_groups, shares=layout == "shared_prefix", max_tokens=max_tokens)
+        lines = _lines(documents, 0 if layout == "padded" else min(LINE_PLACES, max_tokens))
+        cost = 0.0
+        while lines:
+            places, count = _length(lines[0]), max(1, max_tokens // _length(lines[0]))
+            cost += len(lines[:count]) * places * (1 + dear * places / (6 * hidden_size))
+            lines = lines[count:]
+        costs[layout] = cost
+    return min(costs, key=costs.__getitem__)
 
 
 def empty_micro_batch() -> MicroBatch:
@@ -79,7 +114,8 @@ def empty_micro_batch() -> MicroBatch:
     return MicroBatch(
         input_ids=torch.zeros(1, 2, dtype=torch.int64),
         position_ids=torch.arange(2)[None],
-        attention_mask=torch.ones(1, 2, dtype=torch.bool),
+        documents=torch.zeros(1, 2, dtype=torch.int64),
+        segments=None,
         predict=nothing,
         targets=nothing,
         rows=nothing,
@@ -108,6 +144,39 @@ def deal(costs: list[int], num_ranks: int) -> list[list[int]]:
     return [sorted(indices) for indices in dealt]
 
 
+def _documents(experience: Experience, row_groups: list[Tensor], *, shares: bool, max_tokens: int) -> list[_Document]:
+    """The documents of all groups, longest first."""
+    prompts = prompt_lengths(experience)
+    documents: list[_Document] = []
+    for group in row_groups:
+        rows = group[experience.mask[group].any(dim=1)].tolist()
+        if not rows:
+            continue
+        prompt = int(prompts[rows].min())
+        parts = _parts(experience, rows, prompt, max_tokens) if shares else [[row] for row in rows]
+        documents += [_document(experience, part, prompt) for part in parts]
+    return sorted(documents, key=lambda document: -len(document.input_ids))
+
+
+def _lines(documents: list[_Document], places: int) -> list[_Line]:
+    """Each document in the first line that has room for it among `places`, or in a line of its own; longest first."""
+    lines: list[_Line] = []
+    room: list[int] = []
+    for document in documents:
+        length = len(document.input_ids)
+        place = next((place for place, left in enumerate(room) if left >= length), len(lines))
+        if place == len(lines):
+            lines.append([])
+            room.append(max(places, length))
+        lines[place].append(document)
+        room[place] -= length
+    return sorted(lines, key=lambda line: -_length(line))
+
+
+def _length(line: _Line) -> int:
+    return sum(len(document.input_ids) for document in line)
+
+
 def _parts(experience: Experience, rows: list[int], prompt: int, max_tokens: int) -> list[list[int]]:
     """Consecutive rows whose completions fit into `max_tokens` together with the prompt."""
     parts: list[list[int]] = []
@@ -122,7 +191,7 @@ def _parts(experience: Experience, rows: list[int], prompt: int, max_tokens: int
     return parts
 
 
-def _line(experience: Experience, rows: list[int], prompt: int) -> _Line:
+def _document(experience: Experience, rows: list[int], prompt: int) -> _Document:
     """The first `prompt` tokens of the rows, which are the same in all, and then what follows them in each."""
     shared = experience.input_ids[rows, :prompt]
     assert prompt > 0, "the first sampled token needs a token before it"
@@ -142,31 +211,46 @@ def _line(experience: Experience, rows: list[int], prompt: int) -> _Line:
         columns.append(column)
         start += length - prompt
     pieces = (input_ids, positions, segments, predict, row_of, columns)
-    return _Line(*(torch.cat(piece) for piece in pieces))
+    return _Document(*(torch.cat(piece) for piece in pieces))
 
 
-def _stack(lines: list[_Line], experience: Experience, layout: Layout) -> MicroBatch:
-    segments = pad_sequence([line.segments for line in lines], batch_first=True, padding_value=-1)  # [R, N]
-    offsets = [index * segments.shape[1] for index in range(len(lines))]
-    rows = torch.cat([line.rows for line in lines])
-    columns = torch.cat([line.columns for line in lines])
+def _stack(lines: Sequence[_Line], experience: Experience, layout: Layout) -> MicroBatch:
+    width = max(_length(line) for line in lines)
+    predict = []
+    for index, line in enumerate(lines):
+        start = index * width
+        for document in line:
+            predict.append(document.predict + start)
+            start += len(document.input_ids)
+    documents = [document for line in lines for document in line]
+    rows, columns = torch.cat([one.rows for one in documents]), torch.cat([one.columns for one in documents])
     return MicroBatch(
-        input_ids=pad_sequence([line.input_ids for line in lines], batch_first=True),
-        position_ids=pad_sequence([line.position_ids for line in lines], batch_first=True),
-        attention_mask=_may_look(segments) if layout == "shared_prefix" else segments >= 0,
-        predict=torch.cat([line.predict + offset for line, offset in zip(lines, offsets, strict=True)]),
+        input_ids=_padded([torch.cat([one.input_ids for one in line]) for line in lines], 0),
+        position_ids=_padded([torch.cat([one.position_ids for one in line]) for line in lines], 0),
+        documents=_padded(
+            [torch.cat([torch.full_like(one.segments, place) for place, one in enumerate(line)]) for line in lines], -1
+        ),
+        segments=None
+        if layout == "padded"
+        else _padded([torch.cat([one.segments for one in line]) for line in lines], 0),
+        predict=torch.cat(predict),
         targets=experience.input_ids[rows, columns],
         rows=rows,
         columns=columns,
     )
 
 
-def _may_look(segments: Tensor) -> Tensor:
-    """[R, 1, N, N] bool: back at the prompt and the token's own completion; a padded place at itself.
+def _padded(lines: list[Tensor], fill: int) -> Tensor:
+    return pad_sequence(lines, batch_first=True, padding_value=fill)
+
+
+def _may_look(documents: Tensor, segments: Tensor) -> Tensor:
+    """[R, 1, N, N] bool: back within the document, at its prompt and the own completion; a padded place at itself.
 
     A place that may look nowhere would make the softmax over its scores NaN, and NaN times 0 is NaN in backward.
     """
-    looker, seen = segments[:, :, None], segments[:, None, :]
-    allowed = (looker >= 0) & ((seen == 0) | (seen == looker))  # [R, N, N]
-    itself = torch.eye(segments.shape[1], dtype=torch.bool)
+    own = (documents[:, :, None] == documents[:, None, :]) & (documents >= 0)[:, :, None]  # [R, N, N]
+    seen = segments[:, None, :]
+    allowed = own & ((seen == 0) | (seen == segments[:, :, None]))
+    itself = torch.eye(segments.shape[1], dtype=torch.bool, device=segments.device)
     return (allowed.tril() | itself)[:, None]

@@ -117,6 +117,11 @@ class Policy:
         """The transformers model inside; its parameters are whole on every rank (ddp, ZeRO 1 and 2)."""
         return self.model.unwrap().model
 
+    @property
+    def hidden_size(self) -> int:
+        """H of the network's layers."""
+        return int(self.network.config.get_text_config().hidden_size)
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and tensors; a tied head comes once, as the embedding."""
         return iter(self.network.named_parameters())

@@ -6,6 +6,7 @@ B rows in groups of G. Every rank holds all rows; ranks agree on how many backwa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from rayless.comm.collectives import role_max
 from rayless.comm.experience import Experience
 from rayless.trainers.advantages import has_signal
-from rayless.trainers.packing import Layout, MicroBatch, deal, empty_micro_batch, micro_batches
+from rayless.trainers.packing import Layout, MicroBatch, cheapest_layout, deal, empty_micro_batch, micro_batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,8 @@ def make_step_batch(
     rank: int,
     num_ranks: int,
     skip_without_signal: bool,
-    layout: Layout,
+    layout: Layout | Literal["auto"],
+    hidden_size: int,
     max_tokens: int,
     device: torch.device,
 ) -> StepBatch:
@@ -59,6 +61,8 @@ def make_step_batch(
     mine = deal(costs, num_ranks)[rank]
     # Groups with work come first, so that the ranks' calls with work coincide.
     mine.sort(key=lambda group: costs[group] == 0)
+    if layout == "auto":
+        layout = cheapest_layout(experience, list(groups[active]), max_tokens=max_tokens, hidden_size=hidden_size)
     calls = []
     for start in range(0, len(mine), groups_per_call):
         chosen = [groups[group] for group in mine[start : start + groups_per_call] if active[group]]

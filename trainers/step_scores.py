@@ -39,7 +39,7 @@ class StepScores:
 
     log_probs: Tensor  # [B, T] float32
     entropy: Tensor  # [B, T] float32
-    reference: Tensor  # [B, T] float32     0 everywhere without a reference model
+    reference: Tensor | None  # [B, T] float32     None without a reference model
 
 
 def needs_scores(config: LossConfig) -> bool:
@@ -75,11 +75,12 @@ def score_step(
         if reference:
             scores[2].index_put_(place, reference.log_probs(moved, temperature))
     own_log_probs, entropy, reference_log_probs = role_sum(scores).cpu()
-    return StepScores(log_probs=own_log_probs, entropy=entropy, reference=reference_log_probs)
+    return StepScores(log_probs=own_log_probs, entropy=entropy, reference=reference_log_probs if reference else None)
 
 
 def kl_of_rows(scores: StepScores, experience: Experience, config: LossConfig) -> Tensor:
     """[B] float32: each row's KL to the reference, summed over its tokens."""
+    assert scores.reference is not None, "a KL needs a reference model"
     kl = kl_per_token(
         scores.log_probs[experience.mask],
         scores.reference[experience.mask],
@@ -102,6 +103,8 @@ class KnownTokens(NamedTuple):
     """bool: what clip_cov or kl_cov picked."""
     kept: Tensor | None = None
     """bool: False where a token gets no policy loss."""
+    reference: Tensor | None = None
+    """Log-probs of the reference model, where they are known already."""
 
     def of(self, batch: MicroBatch, device: torch.device) -> KnownTokens:
         """The micro-batch's targets."""
@@ -109,7 +112,7 @@ class KnownTokens(NamedTuple):
         def at(whole: Tensor) -> Tensor:
             return whole[batch.rows, batch.columns].to(device)
 
-        more = (None if whole is None else at(whole) for whole in (self.weights, self.chosen, self.kept))
+        more = (None if one is None else at(one) for one in (self.weights, self.chosen, self.kept, self.reference))
         return KnownTokens(at(self.sampled_log_probs), at(self.old_log_probs), *more)
 
 
@@ -131,7 +134,7 @@ def prepare_tokens(batch: StepBatch, scores: StepScores | None, config: LossConf
         near = _spread(_is_near(own, sampled[mask], rows, len(mask), config), mask)
         kept = near if kept is None else kept & near
     old = scores.log_probs if config.old_logprobs == "recompute" else sampled
-    return KnownTokens(sampled, old, weights, chosen, kept)
+    return KnownTokens(sampled, old, weights, chosen, kept, scores.reference)
 
 
 def _sampler_weights(
