@@ -261,7 +261,7 @@ def _settle(config: JobConfig) -> JobConfig:
         own, sampled = getattr(grpo, name), getattr(rollout, name)
         if own not in (None, sampled):
             raise ValueError(f"grpo_config.{name} must equal rollout.{name} = {sampled}, got {own}")
-    if rollout.num_generations == 1 and grpo.beta == 0:
+    if rollout.num_generations == 1 and grpo.advantage != "reinforce_pp" and not (grpo.beta and grpo.kl_in == "loss"):
         raise ValueError("rollout.num_generations must be at least 2: a group of one has no signal, got 1")
     if config.model_config.attn_implementation != "sdpa" and grpo.layout in ("shared_prefix", "packed"):
         raise ValueError(

@@ -36,6 +36,7 @@ _NUMBER = re.compile(
     r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+)"
     r"(?:[eE][-+]?\d{1,4})?"
 )
+_LARGEST_REWARD = 1e15  # the square of a float32 has to be one, too: of such are spreads made
 _SECONDS_TO_GRADE = 3  # for reading an answer, and again for comparing it
 _DECIMAL_PLACES = 12  # a decimal equals a fraction or a root when it is right to so many places
 _MAX_ANSWER_WORDS = 3  # a stored answer of more words is a remark ("see the attached figure"), not an answer
@@ -128,6 +129,8 @@ class Rewarder:
                 raise
             by_function[name] = _checked(name, returned, count)
             total = [so_far + config.weight * value for so_far, value in zip(total, by_function[name], strict=True)]
+        if not all(abs(value) < _LARGEST_REWARD for value in total):
+            raise ValueError(f"rewards must add up to less than {_LARGEST_REWARD:g} in size, got {max(total, key=abs)}")
         return Scores(total=total, by_function=by_function)
 
 

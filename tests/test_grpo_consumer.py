@@ -132,6 +132,7 @@ def test_it_is_built_from_dicts_and_a_step_without_experience_does_nothing() -> 
         ({"grpo_config": {"num_generations": 3}}, "grpo_config.num_generations is 3, but num_generations is 4"),
         ({"batch_size": 3}, "must be a multiple of grpo_config.batch_size = 3, got 1 x 4"),
         ({"minibatch_size": 3}, "grpo_config.batch_size must be a multiple of training ranks"),
+        ({"grpo_config": {"preset": "dr_grpo"}}, "grpo_config.loss_length must be given"),
         ({"plugin_config": {"plugin": "gemini"}}, "plugin_config.plugin 'gemini' is not there yet"),
     ],
 )
@@ -140,6 +141,23 @@ def test_contradictions_are_refused_in_one_line(changes: dict[str, Any], line: s
 
     with pytest.raises(ValueError, match=line):
         GRPOConsumer(**arguments(**changes))
+
+
+def test_a_steered_kl_weight_counts_only_while_it_is_steered() -> None:
+    from rayless.trainers.checkpoint import Progress
+    from rayless.trainers.grpo_consumer import GRPOConsumer
+
+    consumers = [GRPOConsumer(**arguments(grpo_config={"beta": 0.1, "kl_target": target})) for target in (None, 0.5)]
+    for consumer in consumers:
+        consumer.progress = Progress(beta=0.4)
+    assert [consumer.beta for consumer in consumers] == [0.1, 0.4]
+
+
+@pytest.mark.job
+def test_numbers_that_are_none_end_the_run() -> None:
+    """Before weights that are no numbers are published or saved."""
+    with pytest.raises(BaseException, match="the gradient's norm is nan"):
+        update(1, rewards=[float("inf")] * 3 + [0.0] * 13)
 
 
 def test_a_batch_given_by_hand_trains_without_any_job(tmp_path: Path) -> None:

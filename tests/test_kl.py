@@ -105,3 +105,4 @@ def test_the_coefficient_follows_the_target_within_bounds() -> None:
     assert adapted_coefficient(2.0, 5.0, 50, target=0.1, horizon=100) == pytest.approx(2.2)
     assert adapted_coefficient(2.0, 0.0, 50, target=0.1, horizon=100) == pytest.approx(1.8)
     assert adapted_coefficient(2.0, 5.0, 50, target=None, horizon=100) == 2.0
+    assert adapted_coefficient(2.0, 0.0, 50, target=0.1, horizon=1) == 1.0  # never past zero

@@ -22,7 +22,7 @@ REJECTED: Settings = {"rejection": "seq_mean_k3", "rejection_high": 1.0}
 
 # Of every key: what the others are, and the value whose effect is to be seen.
 CHANGES: dict[str, tuple[Settings, Any]] = {
-    "preset": ({}, "dr_grpo"),
+    "preset": ({}, "grpo"),
     "loss": ({}, "reinforce"),
     "ratio_level": ({}, "sequence"),
     "aggregation": ({}, "sequence_sum"),
@@ -63,7 +63,7 @@ CHANGES: dict[str, tuple[Settings, Any]] = {
     "correction_high": (CORRECTED, 1.01),
     "correction_normalize": (CORRECTED, True),
     "rejection": (REJECTED, "token_k3"),
-    "rejection_low": (REJECTED, 1e-2),
+    "rejection_low": (REJECTED, 0.9),
     "rejection_high": (REJECTED, 1e-2),
     "old_logprobs": ({}, "recompute"),
     "batch_size": ({}, 2),

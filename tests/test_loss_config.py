@@ -23,6 +23,9 @@ from rayless.trainers.model_config import ModelConfig, PluginConfig
         ("correction", "mask", "correction needs old_logprobs=recompute"),
         ("correction_high", 0.0, "correction_high must be above 0"),
         ("rejection_low", 0.0, "rejection_low must be finite and above 0"),
+        ("rejection_high", 1.0, "rejection needs rejection_low or rejection_high"),
+        ("rejection", "token_k3", "rejection needs rejection_low or rejection_high"),
+        ("advantage_eps", 0.0, "advantage_eps must be finite and above 0"),
         ("off_policy_threshold", math.inf, "off_policy_threshold must be finite"),
         ("top_entropy", 0.0, "top_entropy must be above 0 and at most 1, got 0.0"),
         ("beta", -0.1, "beta must be finite and at least 0"),
@@ -40,7 +43,7 @@ def test_a_value_out_of_range_is_named(key: str, value: Any, message: str) -> No
     [
         ("grpo_config", GRPOConfig, "loss", "one of ppo, cispo"),
         ("grpo_config", GRPOConfig, "preset", "one of grpo, dapo, dr_grpo, rloo, reinforce_pp, gspo, cispo, None"),
-        ("grpo_config", GRPOConfig, "layout", "one of shared_prefix, padded"),
+        ("grpo_config", GRPOConfig, "layout", "one of auto, shared_prefix, packed, padded"),
         ("plugin_config", PluginConfig, "precision", "one of bf16, fp32"),
         ("model_config", ModelConfig, "dtype", "one of bfloat16, float32"),
     ],

@@ -180,6 +180,12 @@ def test_reasoning_gym_scores_with_the_tasks_own_scorer() -> None:
     assert scores == pytest.approx([1.0, 1.0, len(answer) / (len(answer) + 10), 0.0])
 
 
+def test_a_reward_too_large_for_a_spread_is_refused(own: Callable[[str], str]) -> None:
+    rewarder = load_rewards([RewardConfig(name=own("return [1e16] * len(completions)"))])
+    with pytest.raises(ValueError, match=r"must add up to less than 1e\+15 in size, got 1e\+16"):
+        rewarder.score("p", ["a"], {"answer": ""})
+
+
 @pytest.mark.parametrize(
     ("name", "answer", "line"),
     [

@@ -79,6 +79,8 @@ class GRPOConsumer(BaseConsumer):
             num_generations=num_generations,
         )
         temperature = self.grpo_config.temperature
+        if self.grpo_config.aggregation == "fixed_length" and self.grpo_config.loss_length is None:
+            raise ValueError("grpo_config.loss_length must be given where aggregation is fixed_length")
         self.temperature = 1.0 if temperature is None else temperature
         # Who may look where is told by a mask; other attentions than sdpa take none.
         self.can_mask = self.model_config.attn_implementation == "sdpa"
@@ -102,7 +104,8 @@ class GRPOConsumer(BaseConsumer):
     @property
     def beta(self) -> float:
         """Weight of the KL now: the configured one until `kl_target` steers it."""
-        return self.grpo_config.beta or 0.0 if self.progress.beta is None else self.progress.beta
+        steered = self.progress.beta if self.grpo_config.kl_target is not None else None
+        return steered if steered is not None else self.grpo_config.beta or 0.0
 
     def take(self, experience: Experience, advantages: Tensor | None = None) -> None:
         """Make this whole step's experience what the next calls of `step` train on.

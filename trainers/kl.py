@@ -71,9 +71,9 @@ def adapted_coefficient(coefficient: float, kl: float, num_rows: int, *, target:
     """The KL coefficient after `num_rows` sequences of mean KL `kl`, steered to `target`; fixed where that is None.
 
     Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (2019): proportional control of the relative
-    error, bounded to +-0.2, over `horizon` sequences.
+    error, bounded to +-0.2, over `horizon` sequences; one call at most halves it.
     """
     if target is None:
         return coefficient
     error = min(max(kl / target - 1, -0.2), 0.2)
-    return coefficient * (1 + error * num_rows / horizon)
+    return coefficient * max(1 + error * num_rows / horizon, 0.5)

@@ -37,7 +37,7 @@ Advantage = Literal[
 Scale = Literal["group", "batch", "none"]
 KL = Literal["k1", "k2", "k3", "abs"]
 KLIn = Literal["loss", "reward"]
-Correction = Literal["off", "truncate", "mask"]
+Correction = Literal["none", "truncate", "mask"]
 CorrectionLevel = Literal["token", "sequence", "geometric"]
 Rejection = Literal[
     "token_k1",
@@ -137,7 +137,7 @@ class LossConfig:
     (reinforce_pp and its baseline form) does without. null takes the preset's, or group, whatever `advantage` is."""
     advantage_eps: float = 1e-4
     """Added to that standard deviation."""
-    correction: Correction = "off"
+    correction: Correction = "none"
     """Importance weights for the gap between sampler and trainer: cut to the bounds, or 0 outside of them."""
     correction_level: CorrectionLevel = "token"
     """Of each token's gap, of the sum over its sequence, or of the sequence's mean."""
@@ -186,7 +186,12 @@ def _check_losses(config: LossConfig) -> None:
             f"grpo_config.correction_low must be at most correction_high = {config.correction_high}, "
             f"got {config.correction_low}"
         )
-    if config.correction != "off" and config.old_logprobs != "recompute":
+    bounds = (config.rejection_low, config.rejection_high)
+    if (config.rejection is None) != (bounds == (None, None)):
+        raise ValueError("grpo_config.rejection needs rejection_low or rejection_high, and these need a rejection")
+    if None not in bounds and not bounds[0] < bounds[1]:  # type: ignore[operator]
+        raise ValueError(f"grpo_config.rejection_low must be below rejection_high = {bounds[1]}, got {bounds[0]}")
+    if config.correction != "none" and config.old_logprobs != "recompute":
         raise ValueError(
             "grpo_config.correction needs old_logprobs=recompute: ratios against the sampler hold the gap already"
         )
@@ -211,7 +216,8 @@ RANGES: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
         lambda value: 0 <= value < math.inf,
     ),
     ("clip_cov_low clip_cov_high off_policy_threshold", "be finite", math.isfinite),
-    ("advantage_eps correction_low", "be finite and at least 0", lambda value: 0 <= value < math.inf),
+    ("correction_low", "be finite and at least 0", lambda value: 0 <= value < math.inf),
+    ("advantage_eps", "be finite and above 0", lambda value: 0 < value < math.inf),
     ("rejection_low rejection_high", "be finite and above 0 (null for none)", lambda value: 0 < value < math.inf),
     ("correction_high", "be above 0 (.inf for no bound)", lambda value: value > 0),
     ("cov_fraction top_entropy", "be above 0 and at most 1", lambda value: 0 < value <= 1),

@@ -46,7 +46,7 @@ def needs_scores(config: LossConfig) -> bool:
     """Whether this choice takes a pass over the whole step before its first gradient."""
     return (
         config.old_logprobs == "recompute"
-        or config.correction != "off"
+        or config.correction != "none"
         or config.rejection is not None
         or config.top_entropy < 1
         or config.loss in ("clip_cov", "kl_cov")
@@ -123,9 +123,9 @@ def prepare_tokens(batch: StepBatch, scores: StepScores | None, config: LossConf
         return KnownTokens(sampled, sampled)
     rows, own, entropy = mask.nonzero()[:, 0], scores.log_probs[mask], scores.entropy[mask]
     weights = chosen = kept = None
-    if config.correction != "off":
+    if config.correction != "none":
         weights = _spread(_sampler_weights(own, sampled[mask], rows, len(mask), config), mask)
-    if config.loss in ("clip_cov", "kl_cov") and len(rows):
+    if config.loss in ("clip_cov", "kl_cov"):
         generator = torch.Generator().manual_seed(seed)
         chosen = _spread(covariance_choice(own, batch.advantages[rows], config, generator=generator), mask)
     if config.top_entropy < 1 and len(rows):
