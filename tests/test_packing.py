@@ -112,7 +112,7 @@ def even_groups(prompt: int, completions: list[int]) -> Experience:
 
 @pytest.mark.parametrize(
     ("prompt", "completions", "layout"),
-    [(200, [20] * 16, "shared_prefix"), (4, [500] * 4, "padded"), (16, [60, 200, 330, 480] * 2, "packed")],
+    [(200, [20] * 16, "shared_prefix"), (4, [500] * 4, "padded"), (16, [8, 40, 90, 120] * 4, "packed")],
 )
 def test_the_cheapest_layout_follows_from_lengths(prompt: int, completions: list[int], layout: Layout) -> None:
     experience = even_groups(prompt, completions)

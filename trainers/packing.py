@@ -20,7 +20,7 @@ from rayless.comm.experience import Experience
 Layout = Literal["shared_prefix", "packed", "padded"]
 
 # Places of a line that further documents may fill: attention costs as many scores per place.
-LINE_PLACES = 512
+LINE_PLACES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
