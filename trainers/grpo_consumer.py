@@ -19,7 +19,7 @@ from rayless.trainers.advantages import group_advantages, has_signal
 from rayless.trainers.aggregation import Totals
 from rayless.trainers.base_consumer import BaseConsumer
 from rayless.trainers.grpo_config import GRPOConfig, as_config, with_arguments
-from rayless.trainers.kl import adapted_coefficient
+from rayless.trainers.kl import adapted_coefficient, kl_in_reward
 from rayless.trainers.model_config import ModelConfig, OptimizerConfig, PluginConfig
 from rayless.trainers.packing import MicroBatch
 from rayless.trainers.policy import Policy, ReferencePolicy
@@ -135,7 +135,8 @@ class GRPOConsumer(BaseConsumer):
         scores = self._scores(batch) if needs_scores(config) else None
         if late and scores:
             kl = kl_of_rows(scores, experience, config)
-            batch = replace(batch, advantages=self._advantages(experience, experience.rewards - self.beta * kl))
+            rewards = kl_in_reward(experience.rewards, kl, self.beta)
+            batch = replace(batch, advantages=self._advantages(experience, rewards))
         self.batch = batch
         self.tokens = prepare_tokens(batch, scores, config, seed=self.progress.steps)
         self.calls_made = self.passes_made = 0

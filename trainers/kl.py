@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rayless.trainers.loss_config import KL
+from rayless.trainers.loss_config import KL, LossConfig
 
 # From policy minus reference ([M]) to the estimate ([M]); k1, k2 and k3 as named by Schulman (2020).
 ESTIMATORS: dict[KL, Callable[[Tensor], Tensor]] = {
@@ -52,6 +52,21 @@ def kl_per_token(
     return kl
 
 
+def configured_kl(
+    log_probs: Tensor, reference_log_probs: Tensor, config: LossConfig, *, ratio: Tensor | None = None
+) -> Tensor:
+    """`kl_per_token` with what the configuration says; `ratio` counts only where it asks for a weight."""
+    return kl_per_token(
+        log_probs,
+        reference_log_probs,
+        estimator=config.kl_estimator,
+        log_ratio_clamp=config.log_ratio_clamp,
+        clamp=config.kl_clamp,
+        k2_gradient=config.kl_k2_gradient,
+        ratio=ratio if config.kl_importance_weight else None,
+    )
+
+
 def last_token_scores(rewards: Tensor, rows: Tensor) -> Tensor:
     """[M]: each row's reward ([R]) at its last token, 0 elsewhere; a row's tokens stand in order in `rows` ([M])."""
     place = torch.arange(len(rows), device=rows.device)
@@ -60,7 +75,7 @@ def last_token_scores(rewards: Tensor, rows: Tensor) -> Tensor:
 
 
 def kl_in_reward(scores: Tensor, kl: Tensor, coefficient: float) -> Tensor:
-    """[M]: reward of each token less its KL, of `scores` and `kl` ([M]); summed over a row it is the sequence's reward.
+    """Reward less KL, of `scores` and `kl` per token ([M]), or of both summed over each row ([R]).
 
     InstructGPT (Ouyang et al., 2022), token by token as in Ziegler et al. (2019).
     """

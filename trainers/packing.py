@@ -75,14 +75,7 @@ def micro_batches(
     A group over the budget is split, and its prompt repeated; a single row over it stands alone. Rows without sampled
     tokens are left out, so the list may be empty. Longest lines come first. Everything is on the CPU.
     """
-    documents = _documents(experience, row_groups, shares=layout == "shared_prefix", max_tokens=max_tokens)
-    lines = _lines(documents, 0 if layout == "padded" else min(LINE_PLACES, max_tokens))
-    batches = []
-    while lines:
-        count = max(1, max_tokens // _length(lines[0]))
-        batches.append(_stack(lines[:count], experience, layout))
-        lines = lines[count:]
-    return batches
+    return [_stack(lines, experience, layout) for lines in _cut(experience, row_groups, layout, max_tokens)]
 
 
 def cheapest_layout(experience: Experience, row_groups: list[Tensor], *, max_tokens: int, hidden_size: int) -> Layout:
@@ -94,14 +87,9 @@ def cheapest_layout(experience: Experience, row_groups: list[Tensor], *, max_tok
     costs: dict[Layout, float] = {}
     dearness: dict[Layout, float] = {"padded": 1.0, "packed": 4.0, "shared_prefix": 4.0}
     for layout, dear in dearness.items():
-        documents = _documents(experience, row_groups, shares=layout == "shared_prefix", max_tokens=max_tokens)
-        lines = _lines(documents, 0 if layout == "padded" else min(LINE_PLACES, max_tokens))
-        cost = 0.0
-        while lines:
-            places, count = _length(lines[0]), max(1, max_tokens // _length(lines[0]))
-            cost += len(lines[:count]) * places * (1 + dear * places / (6 * hidden_size))
-            lines = lines[count:]
-        costs[layout] = cost
+        cuts = _cut(experience, row_groups, layout, max_tokens)
+        sizes = [(len(lines), _length(lines[0])) for lines in cuts]
+        costs[layout] = sum(count * places * (1 + dear * places / (6 * hidden_size)) for count, places in sizes)
     return min(costs, key=costs.__getitem__)
 
 
@@ -142,6 +130,18 @@ def deal(costs: list[int], num_ranks: int) -> list[list[int]]:
         dealt[rank].append(index)
         loads[rank] += costs[index]
     return [sorted(indices) for indices in dealt]
+
+
+def _cut(experience: Experience, row_groups: list[Tensor], layout: Layout, max_tokens: int) -> list[list[_Line]]:
+    """The lines of each micro-batch, the longest first."""
+    documents = _documents(experience, row_groups, shares=layout == "shared_prefix", max_tokens=max_tokens)
+    lines = _lines(documents, 0 if layout == "padded" else min(LINE_PLACES, max_tokens))
+    cuts = []
+    while lines:
+        count = max(1, max_tokens // _length(lines[0]))
+        cuts.append(lines[:count])
+        lines = lines[count:]
+    return cuts
 
 
 def _documents(experience: Experience, row_groups: list[Tensor], *, shares: bool, max_tokens: int) -> list[_Document]:

@@ -99,20 +99,15 @@ class Policy:
         """One optimizer step and one schedule step; gives the gradient norm before clipping."""
         if self.plugin.plugin == "ddp":
             norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.plugin.max_norm))
-            self._refuse_infinite(norm)
             self.optimizer.step()
         else:
             self.optimizer.step()
             norm = float(self.optimizer.get_grad_norm())
-            self._refuse_infinite(norm)
+        if not math.isfinite(norm):  # on all ranks: all of them stop, before such weights are published or saved
+            raise RuntimeError(f"the gradient's norm is {norm}: a loss or a weight is no finite number any more")
         self.optimizer.zero_grad()
         self.scheduler.step()
         return norm
-
-    def _refuse_infinite(self, norm: float) -> None:
-        """The norm is that of all ranks: all of them stop, before such weights are published or saved."""
-        if not math.isfinite(norm):
-            raise RuntimeError(f"the gradient's norm is {norm}: a loss or a weight is no finite number any more")
 
     @property
     def learning_rate(self) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 from rayless.comm.collectives import role_max, role_sum
 from rayless.trainers.aggregation import Totals, token_weights, total_loss
 from rayless.trainers.correction import gap_summaries
-from rayless.trainers.kl import kl_per_token
+from rayless.trainers.kl import configured_kl
 from rayless.trainers.loss_config import LossConfig
 from rayless.trainers.losses import Terms, Tokens, off_policy_mask, policy_terms
 from rayless.trainers.step_scores import KnownTokens
@@ -61,7 +61,7 @@ def step_loss(
     if config.off_policy_threshold is not None:
         since = replace(tokens, old_log_probs=known.sampled_log_probs)
         policy = policy.masked_fill(~off_policy_mask(since, config.off_policy_threshold), 0.0)
-    kl = None if reference is None else _kl(log_probs, reference, terms.ratio, config)
+    kl = None if reference is None else configured_kl(log_probs, reference, config, ratio=terms.ratio)
     loss = total_loss(
         policy,
         token_weights(rows, totals.num_rows, config.aggregation, totals),
@@ -72,18 +72,6 @@ def step_loss(
         entropy_coef=config.entropy_coef,
     )
     return StepLoss(loss, terms, kl)
-
-
-def _kl(log_probs: Tensor, reference: Tensor, ratio: Tensor, config: LossConfig) -> Tensor:
-    return kl_per_token(
-        log_probs,
-        reference,
-        estimator=config.kl_estimator,
-        log_ratio_clamp=config.log_ratio_clamp,
-        clamp=config.kl_clamp,
-        k2_gradient=config.kl_k2_gradient,
-        ratio=ratio if config.kl_importance_weight else None,
-    )
 
 
 class UpdateCounts:

@@ -22,7 +22,7 @@ from rayless.trainers.correction import (
     rejection_values,
     weight_mass,
 )
-from rayless.trainers.kl import kl_per_token
+from rayless.trainers.kl import configured_kl
 from rayless.trainers.loss_config import LossConfig
 from rayless.trainers.losses import covariance_choice, entropy_threshold
 from rayless.trainers.packing import MicroBatch
@@ -81,13 +81,7 @@ def score_step(
 def kl_of_rows(scores: StepScores, experience: Experience, config: LossConfig) -> Tensor:
     """[B] float32: each row's KL to the reference, summed over its tokens."""
     assert scores.reference is not None, "a KL needs a reference model"
-    kl = kl_per_token(
-        scores.log_probs[experience.mask],
-        scores.reference[experience.mask],
-        estimator=config.kl_estimator,
-        log_ratio_clamp=config.log_ratio_clamp,
-        clamp=config.kl_clamp,
-    )
+    kl = configured_kl(scores.log_probs[experience.mask], scores.reference[experience.mask], config)
     return row_sums(kl, experience.mask.nonzero()[:, 0], len(experience))
 
 
